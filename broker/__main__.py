@@ -1,0 +1,9 @@
+"""`python -m broker` is `kvquay`."""
+
+from __future__ import annotations
+
+import sys
+
+from broker.cli import main
+
+sys.exit(main())

@@ -1,0 +1,131 @@
+"""What an administrator may ask of a running broker: status, a check of its laws, a reset.
+
+Called on the main loop; takes the pools' lock for each answer. Knows no socket.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from broker import wire
+from broker.pool import Pool
+from tiers.slots import SlotState
+
+if TYPE_CHECKING:
+    from broker.server import Server
+
+log = logging.getLogger(__name__)
+
+NONCE_BYTES = 16
+IDLE_CHECK_ROWS = 100_000
+"""Largest pool whose rows are all checked while idle: the check holds the lock."""
+
+
+class Admin:
+    """Answers of one server. `about` tells of the broker as a whole."""
+
+    def __init__(self, server: Server, about: Callable[[], dict[str, Any]]) -> None:
+        self._server = server
+        self._about = about
+        self.violations: list[str] = []
+
+    def welcome(self) -> wire.Message:
+        """Answer to an admin's attach."""
+        return wire.Pong(seq=0)
+
+    def answer(self, message: wire.Message) -> wire.Message:
+        """Do what is asked. Malformed for messages that only engines send."""
+        if isinstance(message, wire.Status):
+            return wire.StatusReply(seq=message.seq, status=self.status(verify=message.verify))
+        if isinstance(message, wire.ResetNamespace):
+            return self._reset(message)
+        if isinstance(message, wire.Ping):
+            return wire.Pong(seq=message.seq)
+        raise wire.Malformed(f"an admin may not send {type(message).__name__}")
+
+    def status(self, *, verify: bool) -> dict[str, Any]:
+        """Everything worth knowing, as plain values; with `verify`, the laws are checked first."""
+        if verify:
+            self.verify()
+        with self._server.lock:
+            engines = [e.describe() for e in self._server.registry.engines.values()]
+            pools = [_describe(pool) for pool in self._server.pools]
+            refused = dict(self._server.registry.counters.refused)
+        return {
+            **self._about(),
+            "healthy": self.is_healthy,
+            "violations": list(self.violations),
+            "verified": verify,
+            "engines": engines,
+            "pools": pools,
+            "refused": refused,
+            "control_plane_rounds": self._server.control_plane.rounds,
+        }
+
+    @property
+    def is_healthy(self) -> bool:
+        """V6: every thread lives; and no law was found broken."""
+        return self._server.control_plane.is_alive and not self.violations
+
+    def verify(self) -> list[str]:
+        """Check V1, V2 and V6 now; what is broken is kept, shown and logged."""
+        found = []
+        with self._server.lock:
+            for number, pool in enumerate(self._server.pools):
+                try:
+                    pool.hub.check()
+                except AssertionError as error:
+                    found.append(f"pool {number}: {error}")
+                if not pool.hub.views and not pool.manager.transfers.jobs:
+                    busy = pool.hub.rows.num_busy
+                    if busy:
+                        found.append(f"pool {number}: nobody lives, yet {busy} rows are claimed")
+        if not self._server.control_plane.is_alive:
+            found.append("the control-plane thread has ended")
+        for text in found:
+            if text not in self.violations:
+                log.error("law broken: %s", text)
+                self.violations.append(text)
+        return found
+
+    def check_when_idle(self) -> None:
+        """The idle broker checks its laws itself, where that takes no long hold of the lock."""
+        if all(pool.num_rows <= IDLE_CHECK_ROWS for pool in self._server.pools):
+            self.verify()
+
+    def _reset(self, message: wire.ResetNamespace) -> wire.Message:
+        with self._server.lock:
+            engines = self._server.registry.in_namespace(message.namespace)
+            names = {engine.namespace for engine in engines}
+            if len(names) != 1:
+                which = ", ".join(sorted(name.hex() for name in names)) or "none"
+                return wire.Error(
+                    seq=message.seq,
+                    code=wire.ErrorCode.UNKNOWN_NAMESPACE,
+                    text=f"{message.namespace!r} names {len(names)} namespaces ({which}); give "
+                    "enough of one, as `kvquay status` prints it",
+                )
+            nonce = os.urandom(NONCE_BYTES) if message.weights_version is None else b""
+            for engine in engines:
+                engine.move_to(message.weights_version, nonce)
+        return wire.ResetReply(seq=message.seq, epoch=0, sessions=len(engines))
+
+
+def _describe(pool: Pool) -> dict[str, Any]:
+    slots = pool.hub.rows.slots
+    transfers = pool.manager.transfers
+    return {
+        "row_bytes": pool.row_bytes,
+        "rows": pool.num_rows,
+        **{state.name.lower(): slots.count(state) for state in SlotState},
+        "busy": pool.hub.rows.num_busy,
+        "evictions": pool.hub.rows.evictions,
+        "jobs": len(transfers.jobs),
+        "cascades_dropped": transfers.cascades_dropped,
+        "tiers": [tier.tier_type for tier in pool.manager.secondary_tiers],
+        "frozen": pool.frozen,
+        "refused_completions": pool.hub.refused,
+    }

@@ -1,0 +1,93 @@
+"""Messages to frames and back. A frame is a length and one MessagePack array; see docs/wire.md."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import msgpack
+
+from broker.wire.registry import MESSAGE_CODES, MESSAGE_TYPES, Message
+from broker.wire.to_broker import LookupGroup
+from broker.wire.to_client import Event, GroupResult
+from broker.wire.vocabulary import (
+    LENGTH,
+    MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    Malformed,
+    TooLarge,
+    UnknownType,
+)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (LookupGroup, GroupResult, Event)):
+        return [_plain(getattr(value, field.name)) for field in fields(value)]
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def encode(message: Message) -> bytes:
+    """The frame of a message, its length first. TooLarge if it exceeds MAX_FRAME_BYTES."""
+    code, names = MESSAGE_CODES[type(message)]
+    body: bytes = msgpack.packb([code, *[_plain(getattr(message, name)) for name in names]])
+    if len(body) > MAX_FRAME_BYTES:
+        raise TooLarge(f"{type(message).__name__} of {len(body)} bytes, at most {MAX_FRAME_BYTES}")
+    return LENGTH.pack(len(body)) + body
+
+
+def decode(body: bytes | memoryview) -> Message:
+    """The message of a frame's body. WireError if it is none."""
+    try:
+        values = msgpack.unpackb(body, strict_map_key=False, max_ext_len=0)
+    except Exception as error:  # noqa: BLE001  msgpack raises many kinds; all mean bad input
+        raise Malformed(f"not MessagePack: {type(error).__name__}") from None
+    if type(values) is not list or not values or type(values[0]) is not int:
+        raise Malformed("a frame must hold an array that begins with the message type")
+    known = MESSAGE_TYPES.get(values[0])
+    if known is None:
+        raise UnknownType(f"message type {values[0]} is unknown to protocol {PROTOCOL_VERSION}")
+    kind, names, checks = known
+    if len(values) != len(names) + 1:
+        raise Malformed(f"{kind.__name__} has {len(names)} fields, {len(values) - 1} came")
+    checked = [check(v, n) for check, v, n in zip(checks, values[1:], names, strict=True)]
+    return kind(**dict(zip(names, checked, strict=True)))
+
+
+class FrameReader:
+    """Cuts a byte stream into messages."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._start = 0
+
+    @property
+    def buffered(self) -> int:
+        """Bytes that are not part of a message given out yet."""
+        return len(self._buffer) - self._start
+
+    def feed(self, data: bytes) -> None:
+        """Bytes that came."""
+        if self._start and self._start == len(self._buffer):
+            self._buffer.clear()
+            self._start = 0
+        self._buffer += data
+
+    def next(self) -> Message | None:
+        """The next whole message; None if there is none yet. WireError if it is none."""
+        have = len(self._buffer) - self._start
+        if have < LENGTH.size:
+            return None
+        (size,) = LENGTH.unpack_from(self._buffer, self._start)
+        if size > MAX_FRAME_BYTES:
+            raise TooLarge(f"a frame of {size} bytes, at most {MAX_FRAME_BYTES} are read")
+        end = self._start + LENGTH.size + size
+        if end > len(self._buffer):
+            if self._start > MAX_FRAME_BYTES:  # keep what is consumed from piling up
+                del self._buffer[: self._start]
+                self._start = 0
+            return None
+        body = bytes(memoryview(self._buffer)[self._start + LENGTH.size : end])
+        self._start = end
+        return decode(body)

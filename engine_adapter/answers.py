@@ -1,0 +1,143 @@
+"""What a scheduler's client knows of its requests, so that a waiting engine need not ask again.
+
+Covers the answers of one attempt of one request and their change by notices. Knows no connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from broker import wire
+
+Refs = NDArray[np.void]
+"""Rows and generations, dtype `wire.ROW_REF`, shape (n,)."""
+
+NO_REFS: Refs = np.empty(0, dtype=wire.ROW_REF)
+_NOT_ROWS = wire.ROW_RETRY  # this number and those above are answers, not rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupQuery:
+    """Chunks of one KV group to look up.
+
+    `keys`: block hash and group, all of one length; `positions`: end token of each in the request.
+    `start`: chunk index of the first key. `window`: None searches a prefix, from the first key to
+    the first MISS; a number searches from the end for that many chunks in a row, or for
+    `first_window` of them if the run reaches the first key.
+    """
+
+    group: int
+    keys: Sequence[bytes]
+    positions: Sequence[int]
+    start: int = 0
+    window: int | None = None
+    first_window: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAnswer:
+    """Chunks `first` to `first + count - 1` of the query can be loaded, once nothing is pending."""
+
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Answer to a lookup, one entry per group. `pending`: some of it is still on its way; ask again
+    next step, which costs nothing. `asked_at`: monotonic seconds of the question."""
+
+    groups: tuple[GroupAnswer, ...]
+    pending: bool
+    asked_at: float = 0.0
+
+    @property
+    def is_miss(self) -> bool:
+        """Whether nothing can be loaded."""
+        return not self.pending and all(group.count == 0 for group in self.groups)
+
+
+@dataclass(slots=True)
+class GroupState:
+    """Row references of one group's answers, in query order from `first` on."""
+
+    keys: Sequence[bytes]
+    first: int
+    refs: Refs
+
+    def evaluate(self) -> tuple[GroupAnswer, bool]:
+        """How far it goes to the first MISS, and whether something there is pending."""
+        rows = self.refs["row"]
+        missing = np.flatnonzero(rows == wire.ROW_MISS)
+        end = int(missing[0]) if len(missing) else len(rows)
+        pending = bool((rows[:end] >= _NOT_ROWS).any())
+        return GroupAnswer(first=self.first, count=end), pending
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A request of this engine. `attempt` grows whenever earlier answers stop meaning anything."""
+
+    request: str
+    attempt: int = 1
+    begun: bool = False
+    groups: list[GroupState] | None = None
+    answer: Answer | None = None
+    used_at: float = 0.0
+    index: dict[bytes, tuple[int, int]] = field(default_factory=dict)
+    transfers: dict[bytes, tuple[int, np.void]] = field(default_factory=dict)
+    """Loads and stores that workers may be doing: by key, the attempt and the row reference."""
+
+    def set_answer(self, groups: list[GroupState], now: float) -> Answer:
+        """A reply came."""
+        self.groups = groups
+        self.used_at = now
+        self.index = {}
+        return self._evaluate(now)
+
+    def _evaluate(self, now: float) -> Answer:
+        evaluated = [group.evaluate() for group in self.groups or ()]
+        pending = any(part for _, part in evaluated)
+        if pending and not self.index:
+            self.index = self._places()
+        self.answer = Answer(
+            groups=tuple(answer for answer, _ in evaluated), pending=pending, asked_at=now
+        )
+        return self.answer
+
+    def notice(self, keys: Sequence[bytes], refs: Refs) -> None:
+        """The broker says what became of keys that were pending."""
+        if self.groups is None or self.answer is None:
+            return
+        for key, ref in zip(keys, refs, strict=True):
+            place = self.index.get(key)
+            if place is not None:
+                self.groups[place[0]].refs[place[1]] = ref
+        self._evaluate(self.answer.asked_at)
+
+    def _places(self) -> dict[bytes, tuple[int, int]]:
+        """Group and offset of every key that was answered."""
+        return {
+            key: (number, offset)
+            for number, group in enumerate(self.groups or ())
+            for offset, key in enumerate(group.keys[group.first :][: len(group.refs)])
+        }
+
+    def refs_of(self, keys: Sequence[bytes]) -> Refs | None:
+        """Rows and generations of chunks that are held; None if one of them is not."""
+        places = self.index or self._places()
+        refs = np.empty(len(keys), dtype=wire.ROW_REF)
+        for number, key in enumerate(keys):
+            place = places.get(key)
+            if place is None or self.groups is None:
+                return None
+            refs[number] = self.groups[place[0]].refs[place[1]]
+        return None if (refs["row"] >= _NOT_ROWS).any() else refs
+
+    def forget_answers(self) -> None:
+        """Earlier answers mean nothing any more."""
+        self.groups, self.answer, self.index = None, None, {}

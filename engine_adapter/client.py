@@ -1,0 +1,486 @@
+"""The scheduler's side of an engine at its broker: lookups that hold, loads, stores, events.
+
+A call that needs an answer takes at most the call time-out; every other call only sends. Without a
+broker every lookup is a MISS and every store is declined, and the client attaches again by itself
+while `step` or any other call is made. One thread; safe after fork (the child has no connection).
+The workers' side, which touches the memory, is `engine_adapter.worker`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from broker import wire
+from engine_adapter.answers import (
+    NO_REFS,
+    Answer,
+    GroupAnswer,
+    GroupQuery,
+    GroupState,
+    Refs,
+    RequestState,
+)
+from engine_adapter.breaker import Breaker
+from engine_adapter.link import Link, LinkState, SocketTransport, Transport
+
+__all__ = ["Answer", "Event", "GroupAnswer", "GroupQuery", "Offer", "SchedulerClient"]
+
+CALL_TIMEOUT_S = 0.020
+MISS_AGAIN_S = 0.250
+UNUSED_HOLDS_S = 2.0
+SWEEP_EVERY_S = 0.5
+CLIENT_NAME = "kvquay client 0.1.0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """Answer to prepare_store. `accepted` are indexes into the offered keys, ascending; `refs` are
+    their rows and generations (dtype `wire.ROW_REF`), parallel. `present` and `writing` are indexes
+    of keys that need no store, or that somebody else is storing now. `declined`: nothing was
+    considered, because there is no broker, it did not answer, or the session is not ready."""
+
+    accepted: Sequence[int] = ()
+    refs: Refs = field(default_factory=lambda: NO_REFS)
+    present: Sequence[int] = ()
+    writing: Sequence[int] = ()
+    declined: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Chunks that this engine stored became readable (or are gone) in a medium."""
+
+    removed: bool
+    medium: str
+    keys: Sequence[bytes]
+
+
+_MISS = Answer(groups=(), pending=False)
+
+
+class SchedulerClient:
+    """See the module. Keys are block hash and group, all of `key_bytes` bytes."""
+
+    def __init__(
+        self,
+        socket_path: str,
+        *,
+        engine_id: str,
+        namespace: bytes,
+        row_bytes: int,
+        key_bytes: int,
+        world: int = 1,
+        weights_version: str | None = None,
+        events: bool = False,
+        call_timeout_s: float = CALL_TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+        connect: Callable[[], Transport] | None = None,
+    ) -> None:
+        """Nothing is opened yet; the first call (or `wait_ready`) attaches.
+
+        `namespace`: 16 bytes, `wire.namespace_digest` of all that the KV depends on. `world`:
+        number of workers that will attach under this engine_id.
+        """
+        if len(namespace) != wire.NAMESPACE_BYTES:
+            raise ValueError(f"namespace has {len(namespace)} bytes, not {wire.NAMESPACE_BYTES}")
+        if not wire.MIN_KEY_BYTES <= key_bytes <= wire.MAX_KEY_BYTES:
+            raise ValueError(
+                f"keys of {key_bytes} bytes; {wire.MIN_KEY_BYTES} to {wire.MAX_KEY_BYTES} can be"
+            )
+        self.engine_id = engine_id
+        self.key_bytes = key_bytes
+        self._attach = wire.Attach(
+            protocol=wire.PROTOCOL_VERSION,
+            client=CLIENT_NAME,
+            engine_id=engine_id,
+            role=wire.Role.SCHEDULER,
+            rank=0,
+            world=world,
+            row_bytes=row_bytes,
+            key_bytes=key_bytes,
+            pid=os.getpid(),
+            namespace=namespace,
+            weights_version=weights_version,
+            events=events,
+        )
+        self._call_timeout_s = call_timeout_s
+        self._clock = clock
+        self._link = Link(
+            connect or (lambda: SocketTransport(socket_path)),
+            lambda: self._attach,
+            self._on_message,
+            self._on_down,
+            clock,
+        )
+        self._breaker = Breaker(clock)
+        self._requests: dict[str, RequestState] = {}
+        self._seq = 0
+        self._replies: dict[int, wire.Message] = {}
+        self._awaited = 0
+        self._events: list[Event] = []
+        self._swept_at = clock()
+        self.attached: wire.Attached | None = None
+        self.is_ready = False
+        """Whether the broker has all members of this engine: loads and stores are possible."""
+        self.timeouts = 0
+
+    # ---- connection --------------------------------------------------------------------------
+
+    @property
+    def state(self) -> LinkState:
+        """Whether the broker can be asked."""
+        return self._link.state
+
+    def step(self) -> None:
+        """Read what the broker has said; call once per step of the engine. Never blocks: a single
+        non-blocking read when nothing is new."""
+        self._link.check_thread()
+        self._link.poll()
+        now = self._clock()
+        if now - self._swept_at >= SWEEP_EVERY_S:
+            self._swept_at = now
+            self._release_unused(now)
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Attach and wait until all workers are attached too; False if that did not happen."""
+        self._link.check_thread()
+        end = self._clock() + timeout_s
+        while not self.is_ready and self._clock() < end:
+            if not self._link.wait_for(lambda: self.is_ready, min(0.1, end - self._clock())):
+                time.sleep(0.005) if self._link.state is LinkState.DOWN else None
+        return self.is_ready
+
+    def close(self) -> None:
+        """End the session of this scheduler."""
+        self._link.close()
+        self.is_ready = False
+
+    def _on_down(self) -> None:
+        self.is_ready = False
+        self.attached = None
+        for request in self._requests.values():
+            request.forget_answers()
+            request.transfers.clear()
+            request.attempt += 1
+            request.begun = False
+
+    def _on_message(self, message: wire.Message, fds: list[int]) -> None:
+        for fd in fds:  # a scheduler maps nothing
+            os.close(fd)
+        if isinstance(message, wire.Attached):
+            self.attached = message
+        elif isinstance(message, wire.SessionState):
+            self.is_ready = message.ready
+        elif isinstance(message, wire.Notice):
+            self._on_notice(message)
+        elif isinstance(message, wire.Events):
+            self._events += [
+                Event(removed=e.removed, medium=e.medium, keys=self._split(e.keys))
+                for e in message.events
+            ]
+        elif isinstance(message, (wire.Resync, wire.ResetNotice)):
+            self._new_attempts()
+        elif isinstance(message, wire.MemoryReplaced):
+            self._link.reconnect("the broker has new memory")
+        else:
+            seq = getattr(message, "seq", 0)
+            if seq == self._awaited:
+                self._replies[seq] = message
+            elif isinstance(message, (wire.LookupReply, wire.StoreReply)):
+                # Too late: the call has timed out, and its attempt was cancelled there and then.
+                return
+
+    def _new_attempts(self) -> None:
+        """Answers so far mean nothing; what they held is released, and asked for anew."""
+        for request in self._requests.values():
+            if request.answer is not None:
+                self._give_up_attempt(request)
+
+    def _give_up_attempt(self, request: RequestState) -> None:
+        self._link.send(wire.Cancel(request=request.request, attempt=request.attempt))
+        request.attempt += 1
+        request.forget_answers()
+
+    def _split(self, packed: bytes) -> list[bytes]:
+        size = self.key_bytes
+        return [packed[at : at + size] for at in range(0, len(packed), size)]
+
+    def _call(self, message: wire.Message, seq: int) -> wire.Message | None:
+        """Send and wait for the answer, at most the call time-out; None if it did not come."""
+        if not self._breaker.allows():
+            self._link.poll()
+            return None
+        self._link.poll()
+        if self._link.state is not LinkState.UP or not self._link.send(message):
+            return None
+        self._awaited = seq
+        came = self._link.wait_for(lambda: seq in self._replies, self._call_timeout_s)
+        self._awaited = 0
+        reply = self._replies.pop(seq, None)
+        if came and reply is not None:
+            self._breaker.succeeded()
+            return reply
+        if self._link.state is LinkState.UP:
+            self.timeouts += 1
+            self._breaker.failed()
+        return None
+
+    def _next_seq(self) -> int:
+        self._seq = self._seq % 0xFFFFFFFF + 1
+        return self._seq
+
+    # ---- requests ----------------------------------------------------------------------------
+
+    def begin(
+        self,
+        request: str,
+        *,
+        adapter: bytes = b"",
+        kv_transfer_params: dict[str, Any] | None = None,
+        load_tiers: Sequence[tuple[str | None, str | None]] | None = None,
+    ) -> None:
+        """A request begins. Needed only if it has an adapter (16-byte digest of its files) or
+        parameters; otherwise its first lookup or store begins it."""
+        self._link.check_thread()
+        state = self._requests[request] = RequestState(request)
+        if adapter or kv_transfer_params is not None or load_tiers is not None:
+            state.begun = self._link.send(
+                wire.Begin(
+                    request=request,
+                    namespace=adapter,
+                    kv_transfer_params=kv_transfer_params,
+                    load_tiers=None if load_tiers is None else tuple(load_tiers),
+                )
+            )
+
+    def _state_of(self, request: str) -> RequestState:
+        state = self._requests.get(request)
+        if state is None:
+            state = self._requests[request] = RequestState(request)
+        return state
+
+    def preempted(self, request: str) -> None:
+        """The request starts over: earlier answers are void."""
+        self._link.check_thread()
+        state = self._requests.get(request)
+        if state is not None:
+            self._give_up_attempt(state)
+
+    def finish(self, request: str) -> None:
+        """No new call will come for the request; completions of its transfers may."""
+        self._link.check_thread()
+        state = self._requests.get(request)
+        if state is None:
+            return
+        self._link.send(wire.Finish(request=request))
+        if not state.transfers:
+            del self._requests[request]
+        else:
+            state.forget_answers()
+
+    def _release_unused(self, now: float) -> None:
+        """Give back holds of requests that the engine has not looked up for long."""
+        for state in self._requests.values():
+            if state.answer is not None and now - state.used_at > UNUSED_HOLDS_S:
+                self._link.send(wire.Release(request=state.request, attempt=state.attempt))
+                state.forget_answers()
+
+    # ---- lookup and load ---------------------------------------------------------------------
+
+    def lookup(self, request: str, groups: Sequence[GroupQuery]) -> Answer:
+        """Which chunks can be loaded. Asks once; later calls answer from what is known.
+
+        A MISS is asked again after 250 ms at the earliest. What is not pending is held for this
+        request until prepare_load, `finish`, or 2 s without a lookup.
+        """
+        self._link.check_thread()
+        state = self._state_of(request)
+        known = state.answer
+        if known is not None:
+            self._link.poll()
+            known = state.answer
+        now = self._clock()
+        if known is not None:
+            state.used_at = now
+            if not known.is_miss or now - known.asked_at < MISS_AGAIN_S:
+                return known
+        return self._ask(state, groups, now)
+
+    def _ask(self, state: RequestState, groups: Sequence[GroupQuery], now: float) -> Answer:
+        seq = self._next_seq()
+        message = wire.Lookup(
+            seq=seq,
+            request=state.request,
+            attempt=state.attempt,
+            groups=tuple(_to_wire(group) for group in groups),
+        )
+        reply = self._call(message, seq)
+        if not isinstance(reply, wire.LookupReply) or reply.attempt != state.attempt:
+            if self._link.state is LinkState.UP and self._breaker.allows():
+                self._give_up_attempt(state)
+            return Answer(
+                groups=tuple(GroupAnswer(first=0, count=0) for _ in groups),
+                pending=False,
+                asked_at=now,
+            )
+        return state.set_answer(
+            [
+                GroupState(
+                    keys=group.keys,
+                    first=result.first,
+                    refs=np.frombuffer(result.refs, dtype=wire.ROW_REF).copy(),
+                )
+                for group, result in zip(groups, reply.results, strict=True)
+            ],
+            now,
+        )
+
+    def _on_notice(self, notice: wire.Notice) -> None:
+        state = self._requests.get(notice.request)
+        if state is not None and state.attempt == notice.attempt:
+            state.notice(self._split(notice.keys), np.frombuffer(notice.refs, wire.ROW_REF))
+
+    def prepare_load(self, request: str, keys: Sequence[bytes]) -> Refs | None:
+        """Rows and generations (dtype `wire.ROW_REF`) for workers to load `keys` from.
+
+        Answered from holds, without I/O; the broker is told. Every other hold of the request ends.
+        None if one of the keys is not held any more (recompute then).
+        """
+        self._link.check_thread()
+        state = self._requests.get(request)
+        refs = None if state is None else state.refs_of(keys)
+        if state is None or refs is None:
+            return None
+        self._link.send(wire.TakeHolds(request=request, attempt=state.attempt, refs=refs.tobytes()))
+        for key, ref in zip(keys, refs, strict=True):
+            state.transfers[key] = (state.attempt, ref)
+        state.forget_answers()
+        return refs
+
+    def complete_load(
+        self, request: str, keys: Sequence[bytes], failed: Sequence[bytes] = ()
+    ) -> None:
+        """Workers are done with `keys`; the `failed` ones among them did not verify, and nobody
+        will find them again."""
+        self._link.check_thread()
+        bad = set(failed)
+        for attempt, done in self._ended(request, keys).items():
+            self._link.send(
+                wire.CompleteLoad(
+                    request=request,
+                    attempt=attempt,
+                    refs=_pack([ref for key, ref in done if key not in bad]),
+                    failed=_pack([ref for key, ref in done if key in bad]),
+                )
+            )
+
+    def _ended(self, request: str, keys: Sequence[bytes]) -> dict[int, list[tuple[bytes, np.void]]]:
+        """Transfers of `keys` that have ended, by the attempt that began them."""
+        state = self._requests.get(request)
+        by_attempt: dict[int, list[tuple[bytes, np.void]]] = {}
+        if state is None:
+            return by_attempt
+        for key in keys:
+            begun = state.transfers.pop(key, None)
+            if begun is not None:
+                by_attempt.setdefault(begun[0], []).append((key, begun[1]))
+        return by_attempt
+
+    # ---- store -------------------------------------------------------------------------------
+
+    def prepare_store(self, request: str, keys: Sequence[bytes], positions: Sequence[int]) -> Offer:
+        """Offer chunks (at most 1,024); `positions`: end token of each in the request."""
+        self._link.check_thread()
+        if not self.is_ready:
+            self._link.poll()
+            return Offer()
+        state = self._state_of(request)
+        seq = self._next_seq()
+        message = wire.PrepareStore(
+            seq=seq,
+            request=request,
+            attempt=state.attempt,
+            positions=np.array(positions, dtype="<u4").tobytes(),
+            keys=b"".join(keys),
+        )
+        reply = self._call(message, seq)
+        if not isinstance(reply, wire.StoreReply) or reply.attempt != state.attempt:
+            if self._link.state is LinkState.UP:
+                self._give_up_attempt(state)
+            return Offer()
+        accepted = np.frombuffer(reply.accepted, "<u4").tolist()
+        refs = np.frombuffer(reply.refs, wire.ROW_REF)
+        for index, ref in zip(accepted, refs, strict=True):
+            state.transfers[keys[index]] = (state.attempt, ref)
+        return Offer(
+            accepted=accepted,
+            refs=refs,
+            present=np.frombuffer(reply.present, "<u4").tolist(),
+            writing=np.frombuffer(reply.writing, "<u4").tolist(),
+            declined=reply.status is wire.StoreStatus.DECLINED,
+        )
+
+    def complete_store(
+        self,
+        request: str,
+        keys: Sequence[bytes],
+        success: bool = True,
+        digests: Sequence[int] = (),
+    ) -> None:
+        """Workers have written `keys`, or failed to. `digests`: xxh3-64 of each row, if known."""
+        self._link.check_thread()
+        known = dict(zip(keys, digests, strict=False))
+        for attempt, done in self._ended(request, keys).items():
+            self._link.send(
+                wire.CompleteStore(
+                    request=request,
+                    attempt=attempt,
+                    refs=_pack([ref for _, ref in done]),
+                    success=success,
+                    digests=np.array(
+                        [known[key] for key, _ in done] if known else [], dtype="<u8"
+                    ).tobytes(),
+                )
+            )
+
+    # ---- the rest ----------------------------------------------------------------------------
+
+    def touch(self, request: str, keys: Sequence[bytes]) -> None:
+        """Count chunks as used now; `keys` in prefix order."""
+        self._link.check_thread()
+        self._link.send(wire.Touch(request=request, keys=b"".join(keys)))
+
+    def reset(self, weights_version: str | None = None) -> bool:
+        """Every chunk of this engine is stale. With a version, engines that name the same one
+        share again; without, this engine shares with nobody. Whether the broker has obeyed."""
+        self._link.check_thread()
+        seq = self._next_seq()
+        reply = self._call(wire.Reset(seq=seq, weights_version=weights_version), seq)
+        return isinstance(reply, wire.ResetReply)
+
+    def take_events(self) -> Sequence[Event]:
+        """Events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+
+def _to_wire(query: GroupQuery) -> wire.LookupGroup:
+    return wire.LookupGroup(
+        group=query.group,
+        mode=wire.LookupMode.PREFIX if query.window is None else wire.LookupMode.WINDOW,
+        window=query.window or 0,
+        first_window=query.first_window,
+        start=query.start,
+        positions=np.array(query.positions, dtype="<u4").tobytes(),
+        keys=b"".join(query.keys),
+    )
+
+
+def _pack(refs: Sequence[np.void]) -> bytes:
+    return b"".join(ref.tobytes() for ref in refs)

@@ -1,0 +1,288 @@
+"""One connection of an engine's process to its broker, which may be absent, die or come back.
+
+Covers connecting, attaching, frames, the breaker, fork and threads. Never raises for a broker that
+is missing or misbehaves: the link is then down, says so once a minute, and tries again by itself.
+What the messages mean is in `engine_adapter.client` and `engine_adapter.worker`.
+"""
+
+from __future__ import annotations
+
+import array
+import logging
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from enum import Enum
+from typing import Protocol
+
+from broker import wire
+
+log = logging.getLogger(__name__)
+
+RECEIVE_BYTES = 256 << 10
+RETRY_S = 0.5
+WARN_EVERY_S = 60.0
+ATTACH_TIMEOUT_S = 10.0
+
+
+class WrongThread(RuntimeError):
+    """A client belongs to the thread that first used it."""
+
+
+class Transport(Protocol):
+    """A byte stream that never blocks, and descriptors that come with it."""
+
+    def send(self, data: bytes) -> bool:
+        """Queue everything; False if the stream has ended."""
+
+    def receive(self) -> tuple[bytes, list[int]] | None:
+        """Bytes that are there now (may be empty) and descriptors; None if it has ended."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return once there is something to receive, or after `timeout_s` seconds."""
+
+    def close(self) -> None:
+        """End the stream; more than once is fine."""
+
+
+class SocketTransport:
+    """A Unix stream socket."""
+
+    def __init__(self, path: str) -> None:
+        """Connect; OSError if nobody listens."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            self._socket.connect(path)
+        except OSError:
+            self._socket.close()
+            raise
+        self._socket.setblocking(False)
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+        self._unsent = b""
+
+    def send(self, data: bytes) -> bool:
+        data = self._unsent + data if self._unsent else data
+        try:
+            taken = self._socket.send(data, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            taken = 0
+        except OSError:
+            return False
+        self._unsent = data[taken:]
+        # A broker that takes nothing for a megabyte is as good as gone.
+        return len(self._unsent) <= wire.MAX_FRAME_BYTES
+
+    def receive(self) -> tuple[bytes, list[int]] | None:
+        if self._unsent and not self.send(b""):
+            return None
+        try:
+            data, ancillary, _, _ = self._socket.recvmsg(
+                RECEIVE_BYTES, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return b"", []
+        except OSError:
+            return None
+        fds = array.array("i")
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+        if not data:
+            for fd in fds:
+                os.close(fd)
+            return None
+        return data, list(fds)
+
+    def wait(self, timeout_s: float) -> None:
+        self._poll.poll(max(0.0, timeout_s) * 1000)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class LinkState(Enum):
+    """Whether the broker can be asked."""
+
+    DOWN = "down"  # no connection; tried again now and then
+    ATTACHING = "attaching"  # connected, the broker has not answered yet
+    UP = "up"
+    REFUSED = "refused"  # the broker does not want this engine; tried again, slowly
+    CLOSED = "closed"
+
+
+class Link:
+    """See the module. `on_message` and `on_down` are called from `poll` and `wait_for` only."""
+
+    def __init__(
+        self,
+        connect: Callable[[], Transport],
+        attach: Callable[[], wire.Attach],
+        on_message: Callable[[wire.Message, list[int]], None],
+        on_down: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._connect = connect
+        self._attach = attach
+        self._on_message = on_message
+        self._on_down = on_down
+        self._clock = clock
+        self._transport: Transport | None = None
+        self._reader = wire.FrameReader()
+        self._fds: list[int] = []
+        self._retry_at = 0.0
+        self._attach_by = 0.0
+        self._warned_at = float("-inf")
+        self._thread: int | None = None
+        self.state = LinkState.DOWN
+        self.last_error = ""
+        _links.add(self)
+
+    def check_thread(self) -> None:
+        """WrongThread unless this is the thread that used the link first."""
+        me = threading.get_ident()
+        if self._thread is None:
+            self._thread = me
+        elif self._thread != me:
+            raise WrongThread(
+                "a kvquay client belongs to the thread that first used it; give each thread its "
+                "own, or hand calls to the owner"
+            )
+
+    def send(self, message: wire.Message) -> bool:
+        """Send if the link is up; whether it was taken."""
+        if self.state is not LinkState.UP or self._transport is None:
+            return False
+        if not self._transport.send(wire.encode(message)):
+            self._down("the broker does not read, or has closed the connection")
+            return False
+        return True
+
+    def poll(self) -> None:
+        """Read what is there, connect again if it is time. One system call when nothing is new."""
+        if self._transport is None:
+            if self.state is not LinkState.CLOSED and self._clock() >= self._retry_at:
+                self._open()
+            return
+        self._read()
+        if self.state is LinkState.ATTACHING and self._clock() > self._attach_by:
+            self._down("the broker did not answer the attach")
+
+    def wait_for(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        """Poll until `done`, at most `timeout_s` seconds; False if it did not come, or the link
+        went down."""
+        end = self._clock() + timeout_s
+        while True:
+            self.poll()
+            if done():
+                return True
+            left = end - self._clock()
+            if left <= 0 or self._transport is None:
+                return False
+            self._transport.wait(left)
+
+    def _open(self) -> None:
+        self._retry_at = self._clock() + RETRY_S
+        try:
+            transport = self._connect()
+        except OSError as error:
+            self._warn(f"no broker: {error}")
+            return
+        self._transport = transport
+        self._reader = wire.FrameReader()
+        self.state = LinkState.ATTACHING
+        self._attach_by = self._clock() + ATTACH_TIMEOUT_S
+        if not transport.send(wire.encode(self._attach())):
+            self._down("the broker closed the connection at once")
+
+    def _read(self) -> None:
+        transport = self._transport
+        received = None if transport is None else transport.receive()
+        if received is None:
+            self._down("the broker has closed the connection")
+            return
+        data, fds = received
+        self._fds += fds
+        if not data:
+            return
+        self._reader.feed(data)
+        try:
+            while self._transport is transport:
+                message = self._reader.next()
+                if message is None:
+                    return
+                self._dispatch(message)
+        except wire.WireError as error:
+            self._down(f"the broker does not speak this protocol: {error}")
+
+    def _dispatch(self, message: wire.Message) -> None:
+        if isinstance(message, wire.Refused):
+            self._down(
+                f"refused: {message.text} (broker: {message.ours}, here: {message.theirs})",
+                LinkState.REFUSED,
+            )
+            return
+        if isinstance(message, wire.Error) and message.seq == 0:
+            self._down(f"the broker rejects what this engine sends: {message.text}")
+            return
+        if isinstance(message, wire.Attached):
+            self.state = LinkState.UP
+            self._warned_at = float("-inf")
+            fds, self._fds = self._fds, []
+            self._on_message(message, fds)
+            return
+        self._on_message(message, [])
+
+    def _down(self, why: str, state: LinkState = LinkState.DOWN) -> None:
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = []
+        self.state = state
+        self._retry_at = self._clock() + RETRY_S
+        self._warn(why)
+        self._on_down()
+
+    def _warn(self, why: str) -> None:
+        self.last_error = why
+        now = self._clock()
+        if now - self._warned_at >= WARN_EVERY_S:
+            self._warned_at = now
+            log.warning("running without the shared KV cache: %s; trying again by itself", why)
+
+    def reconnect(self, why: str) -> None:
+        """Give the connection up and attach anew at the next poll."""
+        self._down(why)
+        self._retry_at = self._clock()
+
+    def close(self) -> None:
+        """End for good."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+        self.state = LinkState.CLOSED
+
+    def forget_in_child(self) -> None:
+        """After fork: this process has no connection; the parent's goes on."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+        self.state = LinkState.CLOSED
+        self.last_error = "a forked child has no connection of its own; make a new client in it"
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for link in list(_links):
+        link.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,1 @@
+"""Eviction policies: the contract (`base`), LRU, ARC, and finding one by name (`factory`)."""

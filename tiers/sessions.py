@@ -1,0 +1,244 @@
+"""What many engines on one pool share: room, deadlines, waiters, and events by who stored.
+
+One `Sessions` per manager. A `Session` (see `tiers.session`) is one engine's view; this module
+holds what goes beyond one engine and the conservation laws over all of them. `now` is given.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiers.base import LookupResult, Medium, OffloadingEvent, OffloadKey
+from tiers.ledger import each_attempt
+from tiers.slots import Rows, SlotState
+
+if TYPE_CHECKING:
+    from tiers.manager import TieringOffloadingManager
+    from tiers.session import Session
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Largest parts of a pool that may be busy (held, reserved or quarantined) at once.
+
+    `total` by all owners, within it `tiers` by jobs of tiers and `peers` by other hosts. Of N
+    sessions each is sure of min(`sure`, `sure` / N) and may borrow what the sum leaves.
+    """
+
+    total: float = 0.75
+    tiers: float = 0.15
+    peers: float = 0.10
+    sure: float = 0.5
+
+
+UNLIMITED = Shares(total=1.0, tiers=1.0, peers=1.0, sure=1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """Seconds after which a wait ends as a MISS: on a store or promotion, on a tier that does not
+    know yet, and all waits of one request together."""
+
+    pending_s: float = 2.0
+    retry_s: float = 0.5
+    request_s: float = 3.0
+
+
+class Sessions:
+    """All sessions of one pool. Guarded by the manager's lock."""
+
+    def __init__(
+        self,
+        manager: TieringOffloadingManager,
+        *,
+        shares: Shares = UNLIMITED,
+        deadlines: Deadlines = Deadlines(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.manager = manager
+        self.rows = manager.primary_tier.rows
+        self.shares = shares
+        self.deadlines = deadlines
+        self.clock = clock
+        self.views: dict[str, Session] = {}
+        self.deadline: NDArray[np.float64] = np.full(self.rows.num_rows, np.inf)
+        """When a reserved row is overdue: lookups then answer MISS until it is done."""
+        self._stored_by: NDArray[np.int32] = np.full(self.rows.num_rows, -1, dtype=np.int32)
+        self._numbers: dict[int, Session] = {}
+        self._next_number = 0
+        self._waiters: dict[OffloadKey, set[tuple[Session, str]]] = {}
+        self.waiting: set[tuple[Session, str]] = set()
+        """Requests with something to wait for."""
+        self.noticed: set[Session] = set()
+        """Sessions that have notices to take."""
+        self.has_events = False
+        """Whether a session has events to take."""
+        self.refused = 0
+        """Completions and releases of things not owned: old attempts, doubles, foreign rows."""
+        self._inner_event = self.rows.on_event
+        self.rows.on_event = self._on_event
+        self.rows.on_resolved = self._on_resolved
+        manager.transfers.may_take = self._tiers_may_take
+
+    def open(self, session_id: str) -> Session:
+        """The view of this id, new or known."""
+        from tiers.session import Session
+
+        view = self.views.get(session_id)
+        if view is None:
+            number, self._next_number = self._next_number, self._next_number + 1
+            view = self.views[session_id] = Session(self, session_id, number)
+            self._numbers[number] = view
+        return view
+
+    def drop(self, view: Session) -> None:
+        """The session has ended and owns nothing."""
+        self.noticed.discard(view)
+        del self.views[view.session_id]
+        del self._numbers[view.number]
+
+    # ---- room --------------------------------------------------------------------------------
+
+    def room_for(self, view: Session) -> int:
+        """Rows that a session may make busy beyond those that are busy now, for anyone."""
+        total = self.rows.num_rows
+        sure = int(total * self.shares.sure / max(1, len(self.views)))
+        room = int(total * self.shares.total) - self.rows.num_busy
+        for other in self.views.values():
+            if other is not view:
+                room -= max(0, sure - other.rows.distinct)
+        return max(room, 0, min(sure - view.rows.distinct, total - self.rows.num_busy))
+
+    def _tiers_may_take(self, rows: int) -> bool:
+        """Whether jobs of tiers may make this many more rows busy."""
+        jobs = self.manager.transfers.jobs.values()
+        busy = sum(len(job.transfer_job.chunk_ids) for job in jobs)
+        busy += sum(len(p.chunk_ids) for p in self.manager.transfers.pending.values())
+        return busy + rows <= int(self.rows.num_rows * self.shares.tiers)
+
+    # ---- reservations, waiters, notices ------------------------------------------------------
+
+    def reserved(self, rows: Rows, deadline: float, view: Session | None) -> None:
+        """Rows were given out: until when their readers wait, and who stores."""
+        self.deadline[rows] = deadline
+        self._stored_by[rows] = -1 if view is None else view.number
+
+    def wait(self, key: OffloadKey, view: Session, request: str) -> None:
+        """The request is to be told when `key` is resolved."""
+        self._waiters.setdefault(key, set()).add((view, request))
+
+    def unwait(self, keys: Iterable[OffloadKey], view: Session, request: str) -> None:
+        """The request does not wait for these keys any more."""
+        for key in keys:
+            waiting = self._waiters.get(key)
+            if waiting is not None:
+                waiting.discard((view, request))
+                if not waiting:
+                    del self._waiters[key]
+
+    def _on_resolved(self, keys: Sequence[OffloadKey]) -> None:
+        if not self._waiters:
+            return
+        for key in keys:
+            for view, request in self._waiters.pop(key, ()):
+                view.resolve(request, key)
+
+    def tick(self) -> None:
+        """End waits whose time is up and ask tiers again that did not know. Cheap when idle."""
+        now = self.clock()
+        for view, request in list(self.waiting):
+            if (view, request) in self.waiting:
+                view.tick(request, now)
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to end at the earliest; None if nobody waits."""
+        ends = (view.requests[request].waits.values() for view, request in self.waiting)
+        return min((min(times) for times in ends), default=None)
+
+    def has_retries(self) -> bool:
+        """Whether a request waits for a tier that does not know yet."""
+        return any(view.requests[request].retries for view, request in self.waiting)
+
+    def ask_tiers(self, key: OffloadKey, view: Session, request: str) -> LookupResult:
+        """Look the chunk up again for a waiting request, in memory and in the tiers."""
+        ctx = view.requests[request].ctx
+        result = self.manager.lookup(key, ctx)
+        if result is LookupResult.HIT_PENDING:
+            row = self.rows.find([key])
+            if np.isinf(self.deadline[row[0]]):
+                self.reserved(row, self.clock() + self.deadlines.pending_s, None)
+        return result
+
+    # ---- events ------------------------------------------------------------------------------
+
+    def _on_event(
+        self, keys: Sequence[OffloadKey], rows: Rows | list[int], removed: bool, meta: bool
+    ) -> None:
+        self._inner_event(keys, rows, removed, meta)
+        index = np.asarray(rows)
+        if removed or meta:
+            self.deadline[index] = np.inf
+        if meta or not self._numbers:
+            return
+        owners = self._stored_by[index]
+        for number in np.unique(owners).tolist():
+            view = self._numbers.get(number)
+            if view is not None and view.events is not None:
+                mine = np.flatnonzero(owners == number).tolist()
+                self.has_events = True
+                view.events.append(
+                    OffloadingEvent([keys[i] for i in mine], Medium.CPU, removed=removed)
+                )
+        if not removed:
+            self.deadline[index] = np.inf
+
+    # ---- laws --------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """V1, V2 and owners; nothing may be claimed by the default session. AssertionError."""
+        self.rows.check()
+        readers = np.zeros(self.rows.num_rows, dtype=np.int64)
+        writers = np.zeros(self.rows.num_rows, dtype=np.int64)
+        for view in self.views.values():
+            own = np.zeros(self.rows.num_rows, dtype=np.int64)
+            for claims in [*each_attempt(view.requests), *view.lost]:
+                np.add.at(readers, claims.held, 1)
+                np.add.at(readers, claims.loading, 1)
+                np.add.at(writers, claims.storing, 1)
+                for part in (claims.held, claims.loading, claims.storing):
+                    np.add.at(own, part, 1)
+            if not np.array_equal(own, view.rows.counts()):
+                raise AssertionError(f"session {view.session_id}: claims by row do not add up")
+            if int(np.count_nonzero(own)) != view.rows.distinct:
+                raise AssertionError(
+                    f"session {view.session_id}: {view.rows.distinct} rows, not "
+                    f"{int(np.count_nonzero(own))}"
+                )
+        transfers = self.manager.transfers
+        for metadata in transfers.jobs.values():
+            target = writers if metadata.transfer_job.is_promotion else readers
+            np.add.at(target, metadata.transfer_job.chunk_ids, 1)
+        for pending in transfers.pending.values():
+            np.add.at(writers, pending.chunk_ids, 1)
+        counts = self.rows.slots.ref_cnt
+        for row in range(self.rows.num_rows):
+            state = self.rows.slots.state(row)
+            claims_here = (int(readers[row]), int(writers[row]))
+            expected = {
+                SlotState.FREE: (0, 0),
+                SlotState.RESERVED: (0, 1),
+                SlotState.READY: (int(counts[row]), 0),
+            }.get(state)
+            if state is SlotState.QUARANTINED:
+                if sum(claims_here) != self.rows.claims_on(row):
+                    raise AssertionError(f"row {row}: quarantined, claims {claims_here} differ")
+            elif claims_here != expected:
+                raise AssertionError(
+                    f"row {row} is {state.name}: readers and writers {claims_here}, not {expected}"
+                )
