@@ -139,7 +139,8 @@ class WorkerClient:
     def step(self) -> None:
         """Read what the broker has said and answer it. Never blocks."""
         self._link.check_thread()
-        self._link.poll()
+        if self._may_attach():
+            self._link.poll()
         self._tell_if_ended()
 
     def wait_attached(self, timeout_s: float) -> bool:
@@ -147,9 +148,14 @@ class WorkerClient:
         self._link.check_thread()
         end = self._clock() + timeout_s
         while self.memory is None and self._clock() < end:
-            if not self._link.wait_for(lambda: self.memory is not None, 0.1):
+            if not self._may_attach() or not self._link.wait_for(lambda: self.memory is not None, 0.1):
                 time.sleep(0.005)
         return self.memory is not None
+
+    def _may_attach(self) -> bool:
+        """Attaching says that transfers over an earlier connection have ended: not before."""
+        with self._lock:
+            return self.memory is not None or not self._running
 
     def close(self) -> None:
         """End this worker's membership; the memory goes with the last reference to it."""
