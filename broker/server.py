@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import logging
-import selectors
+import os
+import select
 import signal
 import socket
 import threading
@@ -38,7 +39,7 @@ ATTACH_DEADLINE_S = 10.0
 class Client:
     """A connection and what it has become: nothing yet, a member of an engine, or an admin."""
 
-    __slots__ = ("accepted_at", "connection", "engine", "is_admin", "member")
+    __slots__ = ("accepted_at", "connection", "engine", "is_admin", "is_writing", "member")
 
     def __init__(self, connection: Connection, now: float) -> None:
         self.connection = connection
@@ -46,6 +47,7 @@ class Client:
         self.engine: EngineSession | None = None
         self.member: Member | None = None
         self.is_admin = False
+        self.is_writing = False
 
 
 class Server:
@@ -79,7 +81,9 @@ class Server:
         self._outbound_limit = outbound_limit_bytes
         self._notice_limit = notice_limit_bytes
         self._clock = clock
-        self._selector = selectors.DefaultSelector()
+        self._epoll = select.epoll()
+        self._watched: dict[int, Client | Callable[[], None]] = {}
+        """What each descriptor is: a connection, or something to call when it is readable."""
         self._bell = EventFd()
         self._clients: dict[int, Client] = {}
         self._backlog: list[Client] = []
@@ -103,11 +107,13 @@ class Server:
 
     def watch_fd(self, fd: int, action: Callable[[], None]) -> None:
         """Call `action` on the main loop while `fd` is readable."""
-        self._selector.register(fd, selectors.EVENT_READ, action)
+        self._watched[fd] = action
+        self._epoll.register(fd, select.EPOLLIN)
 
     def unwatch_fd(self, fd: int) -> None:
         """Undo watch_fd."""
-        self._selector.unregister(fd)
+        del self._watched[fd]
+        self._epoll.unregister(fd)
 
     def run(self) -> None:
         """Serve until stopped."""
@@ -126,16 +132,18 @@ class Server:
             self._close()
 
     def _turn(self) -> None:
-        timeout = 0.0 if self._backlog else IDLE_AFTER_S
-        for ready, mask in self._selector.select(timeout):
-            if isinstance(ready.data, Client):
-                if mask & selectors.EVENT_WRITE:
-                    ready.data.connection.flush()
-                if mask & selectors.EVENT_READ and not self._receive(ready.data):
+        for fd, mask in self._epoll.poll(0.0 if self._backlog else IDLE_AFTER_S):
+            watched = self._watched.get(fd)
+            if watched is None:
+                continue  # an earlier event of this turn has closed it
+            if isinstance(watched, Client):
+                if mask & select.EPOLLOUT:
+                    watched.connection.flush()
+                if mask & ~select.EPOLLOUT and not self._receive(watched):
                     continue
-                self._after(ready.data)
+                self._after(watched)
             else:
-                ready.data()
+                watched()
         backlog, self._backlog = self._backlog, []
         for client in backlog:
             if not client.connection.closed:
@@ -171,7 +179,8 @@ class Server:
         connection = Connection(sock, peer_identity(sock), self._outbound_limit)
         client = Client(connection, self._clock())
         self._clients[sock.fileno()] = client
-        self._selector.register(sock, selectors.EVENT_READ, client)
+        self._watched[sock.fileno()] = client
+        self._epoll.register(sock, select.EPOLLIN)
 
     def _receive(self, client: Client) -> bool:
         if not client.connection.receive():
@@ -277,11 +286,10 @@ class Server:
         if connection.overflowed:
             self._drop(client, "it does not read its answers")
             return
-        events = selectors.EVENT_READ
-        if connection.wants_to_write:
-            events |= selectors.EVENT_WRITE
-        if self._selector.get_key(connection.sock).events != events:
-            self._selector.modify(connection.sock, events, client)
+        if connection.wants_to_write is not client.is_writing:
+            client.is_writing = connection.wants_to_write
+            events = select.EPOLLIN | (select.EPOLLOUT if client.is_writing else 0)
+            self._epoll.modify(connection.sock, events)
 
     def _drop(self, client: Client, why: str | None) -> None:
         connection = client.connection
@@ -291,7 +299,7 @@ class Server:
             log.warning("connection of pid %s given up: %s", connection.peer.pid, why)
             connection.flush()
         del self._clients[connection.sock.fileno()]
-        self._selector.unregister(connection.sock)
+        self.unwatch_fd(connection.sock.fileno())
         connection.close()
         engine, member = client.engine, client.member
         if engine is not None and member is not None:
@@ -306,15 +314,12 @@ class Server:
             return
         if client.member is not None and not client.member.exited:
             self.unwatch_fd(pidfd)
-        import os
-
         os.close(pidfd)
 
     def _tell(self) -> None:
         """Send the notices and events that have come up since the last turn."""
-        for pool in self.pools:
-            if not (pool.hub.noticed or pool.hub.has_events):
-                continue
+        told = [pool for pool in self.pools if pool.hub.noticed or pool.hub.has_events]
+        for pool in told:
             with self.lock:
                 pool.hub.noticed.clear()
                 pool.hub.has_events = False
@@ -322,8 +327,8 @@ class Server:
                 for engine in engines:
                     if engine.view.notices or engine.view.events:
                         engine.tell(self._notice_limit)
-        for client in list(self._clients.values()):
-            if client.connection.wants_to_write or client.connection.overflowed:
+        if told:
+            for client in list(self._clients.values()):
                 self._after(client)
 
     def _close(self) -> None:
@@ -331,7 +336,7 @@ class Server:
         for client in list(self._clients.values()):
             client.connection.flush()
             client.connection.close()
-        self._selector.close()
+        self._epoll.close()
         self._bell.close()
 
 

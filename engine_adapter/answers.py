@@ -72,6 +72,8 @@ class GroupState:
     def evaluate(self) -> tuple[GroupAnswer, bool]:
         """How far it goes to the first MISS, and whether something there is pending."""
         rows = self.refs["row"]
+        if len(rows) and rows.max() < _NOT_ROWS:
+            return GroupAnswer(first=self.first, count=len(rows)), False
         missing = np.flatnonzero(rows == wire.ROW_MISS)
         end = int(missing[0]) if len(missing) else len(rows)
         pending = bool((rows[:end] >= _NOT_ROWS).any())

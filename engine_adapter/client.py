@@ -213,11 +213,10 @@ class SchedulerClient:
 
     def _call(self, message: wire.Message, seq: int) -> wire.Message | None:
         """Send and wait for the answer, at most the call time-out; None if it did not come."""
-        if not self._breaker.allows():
+        if not self._breaker.allows() or self._link.state is not LinkState.UP:
             self._link.poll()
             return None
-        self._link.poll()
-        if self._link.state is not LinkState.UP or not self._link.send(message):
+        if not self._link.send(message):
             return None
         self._awaited = seq
         came = self._link.wait_for(lambda: seq in self._replies, self._call_timeout_s)
@@ -477,7 +476,7 @@ def _to_wire(query: GroupQuery) -> wire.LookupGroup:
         window=query.window or 0,
         first_window=query.first_window,
         start=query.start,
-        positions=np.array(query.positions, dtype="<u4").tobytes(),
+        positions=np.asarray(query.positions, dtype="<u4").tobytes(),
         keys=b"".join(query.keys),
     )
 

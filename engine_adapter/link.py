@@ -24,6 +24,8 @@ from broker import wire
 log = logging.getLogger(__name__)
 
 RECEIVE_BYTES = 256 << 10
+SPIN_S = 100e-6
+"""An answer usually comes within this time; going to sleep for it would cost as much again."""
 RETRY_S = 0.5
 WARN_EVERY_S = 60.0
 ATTACH_TIMEOUT_S = 10.0
@@ -99,7 +101,12 @@ class SocketTransport:
         return data, list(fds)
 
     def wait(self, timeout_s: float) -> None:
-        self._poll.poll(max(0.0, timeout_s) * 1000)
+        end = time.perf_counter() + min(timeout_s, SPIN_S)
+        while not self._poll.poll(0):
+            if time.perf_counter() >= end:
+                self._poll.poll(max(0.0, timeout_s) * 1000)
+                return
+            os.sched_yield()
 
     def close(self) -> None:
         self._socket.close()
@@ -176,14 +183,17 @@ class Link:
         """Poll until `done`, at most `timeout_s` seconds; False if it did not come, or the link
         went down."""
         end = self._clock() + timeout_s
-        while True:
-            self.poll()
-            if done():
-                return True
-            left = end - self._clock()
-            if left <= 0 or self._transport is None:
+        left = timeout_s
+        while not done():
+            if left <= 0:
                 return False
-            self._transport.wait(left)
+            if self._transport is not None:
+                self._transport.wait(left)
+            self.poll()
+            if self._transport is None:
+                return done()
+            left = end - self._clock()
+        return True
 
     def _open(self) -> None:
         self._retry_at = self._clock() + RETRY_S

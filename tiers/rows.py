@@ -7,6 +7,7 @@ that somebody may still touch. It knows no tier, job, session or clock, and touc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import cast
 
 import numpy as np
@@ -75,7 +76,7 @@ class PrimaryRows:
         """Rows of `keys`, int32, shape (n,); ABSENT where there is none."""
         if self._row_policy is not None:
             get = self._row_policy.rows.get
-            return np.array([get(key, ABSENT) for key in keys], dtype=np.int32)
+            return np.fromiter(map(get, keys, repeat(ABSENT)), dtype=np.int32, count=len(keys))
         chunks = map(self.policy.get, keys)
         return np.array([ABSENT if c is None else c.chunk_id for c in chunks], dtype=np.int32)
 
@@ -88,16 +89,19 @@ class PrimaryRows:
         keys = self._keys
         return [cast(OffloadKey, keys[row]) for row in np.asarray(rows).tolist()]
 
-    def hold(self, rows: Rows) -> None:
-        """One more reader for each of these distinct, ready rows."""
-        counts = self.slots.ref_cnt[rows]
+    def hold(self, rows: Rows, counts: NDArray[np.int32] | None = None) -> None:
+        """One more reader for each of these distinct, ready rows.
+
+        `counts`: their readers now, where the caller has just looked.
+        """
+        if counts is None:
+            counts = self.slots.ref_cnt[rows]
         if len(rows) and counts.min() < 0:
             raise AssertionError(f"row {int(rows[np.argmin(counts)])} is not ready to be read")
         self.slots.ref_cnt[rows] = counts + 1
-        unread = counts == 0
-        self._num_evictable -= int(np.count_nonzero(unread))
+        self._num_evictable -= len(rows) - int(np.count_nonzero(counts))
         if self._row_policy is None:
-            for key in self.keys_of(rows[unread]):
+            for key in self.keys_of(rows[counts == 0]):
                 self.policy.mark_non_evictable(key)
 
     def unhold(self, rows: Rows) -> None:

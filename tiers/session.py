@@ -93,7 +93,7 @@ class Session(SessionLookups, OffloadingManager):
         keys = self._pool.keys_of(rows)
         where: dict[int, int] = {}
         for seen, positions in claims.seen:
-            where.update(zip(seen.tolist(), positions.tolist(), strict=True))
+            where.update(zip(seen.tolist(), positions.tolist(), strict=False))
         for key, row in zip(keys, rows.tolist(), strict=True):
             position = where.get(row)
             if position is not None:

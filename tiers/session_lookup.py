@@ -148,8 +148,7 @@ class SessionLookups:
             return np.full(1, MISS, dtype=np.int32)
         answers = self._scan(keys, claims)
         if positions is not None:
-            rows = answers >= 0
-            claims.seen.append((answers[rows], positions[: len(answers)][rows]))
+            claims.seen.append((answers, positions))
         self._submit(claims)
         return answers
 
@@ -189,8 +188,7 @@ class SessionLookups:
         start = end - len(found)
         answers = np.array(found[::-1] or [MISS], dtype=np.int32)
         if positions is not None and found:
-            rows = answers >= 0
-            claims.seen.append((answers[rows], positions[start:end][rows]))
+            claims.seen.append((answers, positions[start:end]))
         self._submit(claims)
         return start, answers
 
@@ -208,8 +206,9 @@ class SessionLookups:
         while done < len(keys):
             rest = keys[done:] if done else keys
             rows = self._pool.find(rest)
-            absent = rows < 0
-            known = int(absent.argmax()) if absent.any() else len(rows)
+            known = len(rows)
+            if known and rows.min() < 0:
+                known = int((rows < 0).argmax())
             answers = self._take(rest, rows[:known], claims)
             self._count(claims, min(known + 1, len(rest)), known)
             parts.append(answers)
@@ -239,15 +238,15 @@ class SessionLookups:
             new = without(np.unique(rows), owned.held)
             readers = self._pool.slots.ref_cnt[new]
         cut = len(rows)
-        idle = readers == 0
-        room = self.hub.room_for(self._view())
-        if int(np.count_nonzero(idle)) > room:
-            allowed = new[idle][:room]
-            refused = without(new[idle], allowed)
+        wanted = len(readers) - int(np.count_nonzero(readers))
+        if wanted and wanted > (room := self.hub.room_for(self._view())):
+            idle = new[readers == 0]
+            refused = without(idle, idle[:room])
             cut = int(np.isin(rows, refused).argmax())
             new = without(np.unique(rows[:cut]), owned.held)
+            readers = self._pool.slots.ref_cnt[new]
         if len(new):
-            self._pool.hold(new)
+            self._pool.hold(new, readers)
             self.rows.claim(new)
             owned.held = np.concatenate((owned.held, new)) if len(owned.held) else new
         if cut < len(rows):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -20,18 +22,30 @@ from broker.wire.vocabulary import (
 )
 
 
+def _getter(kind: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """All fields of a value, in order, at one call."""
+    names = [field.name for field in fields(kind)]
+    if len(names) > 1:
+        return attrgetter(*names)
+    if names:
+        only = attrgetter(names[0])
+        return lambda value: (only(value),)
+    return lambda value: ()
+
+
+_PARTS = {kind: _getter(kind) for kind in (LookupGroup, GroupResult, Event)}
+_MESSAGES = {kind: (code, _getter(kind)) for kind, (code, _) in MESSAGE_CODES.items()}
+
+
 def _plain(value: Any) -> Any:
-    if isinstance(value, (LookupGroup, GroupResult, Event)):
-        return [_plain(getattr(value, field.name)) for field in fields(value)]
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    return value
+    """Parts inside a message as arrays; called by the packer for what it does not know."""
+    return _PARTS[type(value)](value)
 
 
 def encode(message: Message) -> bytes:
     """The frame of a message, its length first. TooLarge if it exceeds MAX_FRAME_BYTES."""
-    code, names = MESSAGE_CODES[type(message)]
-    body: bytes = msgpack.packb([code, *[_plain(getattr(message, name)) for name in names]])
+    code, values = _MESSAGES[type(message)]
+    body: bytes = msgpack.packb((code, *values(message)), default=_plain)
     if len(body) > MAX_FRAME_BYTES:
         raise TooLarge(f"{type(message).__name__} of {len(body)} bytes, at most {MAX_FRAME_BYTES}")
     return LENGTH.pack(len(body)) + body
@@ -51,8 +65,8 @@ def decode(body: bytes | memoryview) -> Message:
     kind, names, checks = known
     if len(values) != len(names) + 1:
         raise Malformed(f"{kind.__name__} has {len(names)} fields, {len(values) - 1} came")
-    checked = [check(v, n) for check, v, n in zip(checks, values[1:], names, strict=True)]
-    return kind(**dict(zip(names, checked, strict=True)))
+    del values[0]
+    return kind(**{n: check(v, n) for n, check, v in zip(names, checks, values, strict=True)})
 
 
 class FrameReader:

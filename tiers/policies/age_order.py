@@ -28,7 +28,7 @@ from tiers.vocabulary import OffloadKey
 ABSENT: Final = -1
 BUCKET_ROWS: Final = 1024
 """About what one bucket holds: small enough to sort in microseconds, large enough that a million
-rows need few thousand buckets."""
+rows need only about a thousand buckets."""
 
 _END: Final = np.iinfo(np.int64).max
 _LOOK_AHEAD: Final = 16  # numpy costs the same for 1 and for 16 rows
