@@ -130,7 +130,16 @@ def run_live(
             rows = memory_blocks // brokers + (number < memory_blocks % brokers)
             socket = folder / f"broker{number}.sock"
             memory = memory_for(rows, chunk_bytes)
-            options = ("--memory", str(memory), "--policy", policy, "--share-total", "1", "--share-sure", "1")
+            options = (
+                "--memory",
+                str(memory),
+                "--policy",
+                policy,
+                "--share-total",
+                "1",
+                "--share-sure",
+                "1",
+            )
             stack.enter_context(broker(socket, *options))
             sockets.append(socket)
         members = [sockets[number % brokers] for number in range(engines)]

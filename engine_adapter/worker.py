@@ -148,7 +148,9 @@ class WorkerClient:
         self._link.check_thread()
         end = self._clock() + timeout_s
         while self.memory is None and self._clock() < end:
-            if not self._may_attach() or not self._link.wait_for(lambda: self.memory is not None, 0.1):
+            if not self._may_attach() or not self._link.wait_for(
+                lambda: self.memory is not None, 0.1
+            ):
                 time.sleep(0.005)
         return self.memory is not None
 

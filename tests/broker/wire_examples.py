@@ -9,7 +9,7 @@ from broker import wire
 
 def refs(*pairs: tuple[int, int]) -> bytes:
     """Packed row references."""
-    return np.array(pairs, dtype=wire.ROW_REF).tobytes()
+    return np.array(list(pairs), dtype=wire.ROW_REF).tobytes()
 
 
 def words(*numbers: int) -> bytes:
@@ -83,9 +83,7 @@ EXAMPLES: tuple[wire.Message, ...] = (
     wire.TakeHolds(request="r1", attempt=1, refs=refs((3, 1))),
     wire.CompleteLoad(request="r1", attempt=1, refs=refs((3, 1)), failed=b""),
     wire.Release(request="r1", attempt=1),
-    wire.PrepareStore(
-        seq=8, request="r1", attempt=1, positions=words(16, 32), keys=KEY_A + KEY_B
-    ),
+    wire.PrepareStore(seq=8, request="r1", attempt=1, positions=words(16, 32), keys=KEY_A + KEY_B),
     wire.StoreReply(
         seq=8,
         request="r1",
