@@ -51,6 +51,7 @@ class Admin:
         try:
             self._socket.connect(path)
         except OSError as error:
+            self._socket.close()
             raise NoBroker(
                 f"no broker at {path}: {error.strerror}; start one with `kvquay serve`, or name "
                 "its socket with --socket"
@@ -79,9 +80,10 @@ class Admin:
             while (answer := self._reader.next()) is None:
                 data = self._socket.recv(1 << 16)
                 if not data:
-                    raise NoBroker("the broker closed the connection")
+                    raise ConnectionError("it closed the connection")
                 self._reader.feed(data)
         except OSError as error:
+            self._socket.close()
             raise NoBroker(f"the broker does not answer: {error}") from None
         if isinstance(answer, wire.Error):
             raise BrokerError(answer.text)

@@ -26,6 +26,8 @@ from broker.pool import Pool
 from broker.server import Server
 from broker.session import EngineSession, Member
 from broker.version import VERSION
+from tiers.factory import SecondaryTierFactory
+from tiers.policies.factory import CachePolicyFactory
 from tiers.sessions import Deadlines, Shares
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ class Broker:
         self._link = link
         self.config = ServeConfig.from_json(start["config"])
         self.incarnation = int(start["incarnation"])
+        _check_names(self.config)
         self._reserved = bool(start["reserved"])
         self.region = Region.open(fds[0], start["huge_pages"])
         self._listener = socket.socket(fileno=fds[1])
@@ -200,6 +203,19 @@ class Broker:
                 {**info, "pidfd": None} for info in self._old_mappers.values()
             ],
         }
+
+
+def _check_names(config: ServeConfig) -> None:
+    """Policies and tiers are named by text: find them now, not when the first engine comes."""
+    try:
+        CachePolicyFactory.get_cache_policy_cls(config.policy)
+    except (ValueError, ImportError) as error:
+        raise ConfigError("policy", config.policy, str(error)) from error
+    for tier in config.tier:
+        try:
+            SecondaryTierFactory.get_tier_class(tier)
+        except (ValueError, TypeError, ImportError) as error:
+            raise ConfigError("tier", tier, str(error)) from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
