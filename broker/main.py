@@ -176,6 +176,7 @@ class Broker:
                 ),
                 tiers=config.tier,
                 backpressure=config.backpressure,
+                zero_on_reuse=config.zero_on_reuse,
             )
         except (ConfigError, ValueError, TypeError) as error:
             raise Refusal(

@@ -35,6 +35,7 @@ class PoolMemory(Protocol):
     @property
     def generation(self) -> NDArray[np.uint32]: ...
     def map_rows(self) -> memoryview: ...
+    def zero(self, row: int) -> None: ...
     def close(self) -> None: ...
 
 
@@ -74,6 +75,7 @@ class Pool:
         deadlines: Deadlines = Deadlines(),  # noqa: B008  frozen
         tiers: Sequence[Mapping[str, Any]] = (),
         backpressure: Mapping[str, Any] | None = None,
+        zero_on_reuse: bool = False,
     ) -> None:
         self.memory = memory
         self.row_bytes = memory.row_bytes
@@ -97,6 +99,8 @@ class Pool:
             primary.shutdown()
             raise
         self.hub = self.manager.share(shares=shares, deadlines=deadlines, clock=clock)
+        if zero_on_reuse:
+            self.hub.rows.before_reuse = memory.zero
         self.frozen = False
         """True while old mappers may still touch rows: nothing is given out."""
         self._sweeps: list[tuple[bytes, int]] = []

@@ -159,6 +159,11 @@ class SlotTable:
         resident: NDArray[np.bool_] = (states == SlotState.RESERVED) | (states == SlotState.READY)
         return resident
 
+    def in_state(self, state: SlotState) -> NDArray[np.bool_]:
+        """Which rows are in `state`, shape (num_rows,)."""
+        mask: NDArray[np.bool_] = self._state == state
+        return mask
+
     def count(self, state: SlotState) -> int:
         """How many rows are in `state`."""
         return self._counts[state]

@@ -42,6 +42,10 @@ class MemfdMemory:
         flat = np.frombuffer(self._map, dtype=np.uint8, offset=self.rows_offset)
         return memoryview(flat.reshape(self.rows, self.row_bytes))  # type: ignore[arg-type]
 
+    def zero(self, row: int) -> None:
+        """Overwrite a row."""
+        os.pwrite(self.fd, bytes(self.row_bytes), self.rows_offset + row * self.row_bytes)
+
     def close(self) -> None:
         """The mapping goes with the last view."""
         os.close(self.fd)

@@ -126,6 +126,7 @@ def attach(**changes: object) -> wire.Attach:
         ({"engine_id": "a"}, wire.RefusalCode.TAKEN, str(os.getpid()), str(os.getpid())),
         ({"namespace": b""}, wire.RefusalCode.NAMESPACE, "16", "0"),
     ],
+    ids=["protocol", "row size", "no page", "world", "taken", "namespace"],
 )
 def test_a_wrong_attach_is_refused_with_both_values(
     broker: TestBroker, changes: dict[str, object], code: wire.RefusalCode, ours: str, theirs: str
