@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiers.base import OffloadKey, ReqContext, get_offload_group_idx
-from tiers.policies.base import CachePolicy, RowPolicy
+from tiers.policies.base import CachePolicy, RowPolicy, keeps_batch_form
 from tiers.slots import Rows, SlotTable
 
 UNKNOWN_POSITION = -1
@@ -202,12 +202,6 @@ _KEY_METHODS = ("touch", "on_store_miss", "on_request_access", "on_request_finis
 
 def recency_for(policy: CachePolicy, slots: SlotTable) -> Recency:
     """The batch form if the policy has it and no subclass has since changed a key method."""
-    if isinstance(policy, RowPolicy):
-        mro = type(policy).__mro__
-
-        def definer(name: str) -> int:
-            return next(i for i, cls in enumerate(mro) if name in vars(cls))
-
-        if all(definer(name) >= definer("touch_rows") for name in _KEY_METHODS):
-            return RowRecency(policy, slots)
+    if isinstance(policy, RowPolicy) and keeps_batch_form(policy, "touch_rows", *_KEY_METHODS):
+        return RowRecency(policy, slots)
     return KeyRecency(policy)

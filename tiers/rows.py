@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from tiers.policies.base import CachePolicy, RowPolicy
+from tiers.policies.base import CachePolicy, RowPolicy, keeps_batch_form
 from tiers.recency import recency_for
 from tiers.slots import Rows, SlotEvent, SlotState, SlotTable
 from tiers.vocabulary import OffloadKey, ReqContext
@@ -47,6 +47,7 @@ class PrimaryRows:
         self._row_policy = policy if isinstance(policy, RowPolicy) else None
         if self._row_policy is not None:
             self._row_policy.bind(self.slots)
+        self._inserts_rows = keeps_batch_form(policy, "insert_rows", "insert")
         self._recency = recency_for(policy, self.slots)
         self.store_misses = self._recency.store_misses
         self.finish = self._recency.finish
@@ -223,10 +224,15 @@ class PrimaryRows:
         if self.before_reuse is not None:
             for row in rows:
                 self.before_reuse(row)
+        index = np.array(rows, dtype=np.int32)
+        if self._inserts_rows and self._row_policy is not None:
+            self._row_policy.insert_rows(keys, index, ctx)
+        else:
+            for key, row in zip(keys, rows, strict=True):
+                self.policy.insert(key, self.slots.status(row), ctx)
         for key, row in zip(keys, rows, strict=True):
-            self.policy.insert(key, self.slots.status(row), ctx)
             self._keys[row] = key
-        return np.array(rows, dtype=np.int32), evicted
+        return index, evicted
 
     def access(
         self, keys: Sequence[OffloadKey], rows: Rows, ctx: ReqContext, *, inserted: bool = False

@@ -57,7 +57,8 @@ def run(engine: Engine, command: list[Any]) -> Any:
     if verb == "step":
         client.step()
         worker.step()
-        return client.is_ready and worker.memory is not None
+        ready = client.is_ready and worker.memory is not None and client.attached is not None
+        return client.attached.incarnation if ready and client.attached is not None else 0
     if verb == "fork":  # a child that lives on with everything inherited
         pid = os.fork()
         if pid == 0:

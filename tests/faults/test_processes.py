@@ -52,9 +52,7 @@ def test_a_killed_broker_is_replaced_and_engines_attach_again(tmp_path: Path) ->
         # a load that was running on the old mapping is right, or to be computed again
         answer = a.ask("load", "r2", [1, 2, 3])
         assert answer == "recompute" or answer["wrong"] == 0
-        assert eventually(lambda: bool(a.ask("step")), FIVE_TIMES_3_S)
-        status = broker.wait_up()
-        assert status["incarnation"] == 2
+        assert eventually(lambda: a.ask("step") == 2, FIVE_TIMES_3_S)
         assert a.ask("lookup", "r3", [1, 2, 3]) == 0
         assert a.ask("store", "r4", [1, 2, 3]) == 3
         assert a.ask("lookup", "r5", [1, 2, 3]) == 3
@@ -77,7 +75,7 @@ def test_after_a_restart_no_row_is_given_out_while_an_old_mapper_lives(tmp_path:
         assert status is not None
         assert [m["engine"] for m in status["waiting_for_old_mappers"]].count("b") == 1
         b.kill(signal.SIGKILL)
-        assert eventually(lambda: bool(a.ask("step")))
+        assert eventually(lambda: a.ask("step") == 2)
         assert a.ask("store", "r3", [5]) == 1
 
 
@@ -136,7 +134,7 @@ def test_a_stopped_engine_is_not_dead(tmp_path: Path) -> None:
         assert status is not None
         assert status["pools"][0]["reserved"] == 1
         a.kill(signal.SIGCONT)
-        assert a.ask("step") is True
+        assert a.ask("step") == 1
 
 
 def test_too_much_memory_is_refused_with_numbers(tmp_path: Path) -> None:

@@ -95,6 +95,12 @@ class AgeOrder:
         self._buckets[self._bucket_of(rank)].append(row)
         self._entered(1)
 
+    def add_rows(self, rows: Rows, ranks: NDArray[np.int64]) -> None:
+        """Put in distinct rows that are not there, at ranks (parallel) given out before."""
+        self.ranks[rows] = ranks
+        self._present += len(rows)
+        self._enter(rows, ranks)
+
     def remove(self, row: int) -> None:
         """Take out a row that is there."""
         self.ranks[row] = ABSENT

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from tiers.base import OffloadKey, ReqContext
 from tiers.slots import ChunkStatus, Rows, SlotTable
 
-__all__ = ["CachePolicy", "ChunkStatus", "RowPolicy", "order_request_keys"]
+__all__ = ["CachePolicy", "ChunkStatus", "RowPolicy", "keeps_batch_form", "order_request_keys"]
 
 
 def order_request_keys(
@@ -105,6 +105,10 @@ class RowPolicy(CachePolicy):
         """Use this table's reader counts. Called once, before the first insert."""
 
     @abstractmethod
+    def insert_rows(self, keys: Sequence[OffloadKey], rows: Rows, req_context: ReqContext) -> None:
+        """As insert for each key and its row; the rows are the bound table's and not ready."""
+
+    @abstractmethod
     def touch_rows(self, rows: Rows) -> None:
         """As touch, for resident rows in prefix order (head first)."""
 
@@ -115,3 +119,16 @@ class RowPolicy(CachePolicy):
     @abstractmethod
     def on_rows_unread(self, rows: Rows) -> None:
         """The last reader of these rows has gone, or their writer has completed them."""
+
+
+def keeps_batch_form(policy: CachePolicy, row_method: str, *key_methods: str) -> bool:
+    """Whether the policy has this batch method, and no subclass has since changed one of the key
+    methods that it stands for."""
+    if not isinstance(policy, RowPolicy):
+        return False
+    mro = type(policy).__mro__
+
+    def definer(name: str) -> int:
+        return next(i for i, cls in enumerate(mro) if name in vars(cls))
+
+    return all(definer(name) >= definer(row_method) for name in key_methods)

@@ -126,6 +126,19 @@ class LRUCachePolicy(RowPolicy):
         self._keys[row] = key
         self._ages.add(row, rank)
 
+    def insert_rows(self, keys: Sequence[OffloadKey], rows: Rows, req_context: ReqContext) -> None:
+        """As insert for each key and its row, at one go where every position is known."""
+        places = [req_context.get_offload_key_position(key) for key in keys]
+        if None in places or not self._bound:
+            for key, row in zip(keys, rows.tolist(), strict=True):
+                self.insert(key, ChunkStatus(row, self._counts()), req_context)
+            return
+        self.rows.update(zip(keys, rows.tolist(), strict=True))
+        for key, row in zip(keys, rows.tolist(), strict=True):
+            self._keys[row] = key
+        positions = np.minimum(np.array(places, dtype=np.int64), MAX_POSITION)
+        self._ages.add_rows(rows, self._request_rank(req_context) - positions)
+
     def remove(self, key: OffloadKey) -> None:
         """Forget a resident key; KeyError if it is not."""
         row = self.rows.pop(key)
