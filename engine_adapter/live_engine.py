@@ -23,7 +23,8 @@ KEY_BYTES = 36
 BLOCK_TOKENS = 512
 PAGE_BYTES = 4096
 READY_S = 60.0
-_MIX = np.uint64(0x9E3779B97F4A7C15)
+_MIX = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ def key_of(hash_id: int) -> bytes:
 
 def pattern(hash_id: int, ramp: NDArray[np.uint64], out: NDArray[np.uint64]) -> None:
     """Bytes that belong to this block and to no other: a ramp from a number of its own."""
-    np.add(ramp, np.uint64(hash_id + 1) * _MIX, out=out)
+    np.add(ramp, np.uint64((hash_id + 1) * _MIX & _MASK), out=out)
 
 
 def tokens_of(input_length: int, block: int) -> int:
