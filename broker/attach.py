@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 from broker import wire
 from broker.connection import Connection
+from broker.members import Counters, Member
 from broker.pool import Pool
-from broker.session import Counters, EngineSession, Member
+from broker.session import EngineSession
 
 log = logging.getLogger(__name__)
 

@@ -21,10 +21,11 @@ from broker.attach import Refusal, Registry
 from broker.config import ServeConfig
 from broker.errors import BrokerError, ConfigError, SupervisorLost
 from broker.link import SupervisorLink
+from broker.members import Member
 from broker.memory import PoolMemory, Region, split
 from broker.pool import Pool
 from broker.server import Server
-from broker.session import EngineSession, Member
+from broker.session import EngineSession
 from broker.version import VERSION
 from tiers.factory import SecondaryTierFactory
 from tiers.policies.factory import CachePolicyFactory

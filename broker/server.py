@@ -23,9 +23,10 @@ from broker.admin import Admin
 from broker.attach import Refusal, Registry
 from broker.connection import Connection
 from broker.control_plane import ControlPlane
+from broker.members import Member
 from broker.pool import Pool
 from broker.processes import EventFd, peer_identity
-from broker.session import EngineSession, Member
+from broker.session import EngineSession
 
 log = logging.getLogger(__name__)
 

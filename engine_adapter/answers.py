@@ -61,6 +61,29 @@ class Answer:
         return not self.pending and all(group.count == 0 for group in self.groups)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """Answer to prepare_store. `accepted` are indexes into the offered keys, ascending; `refs` are
+    their rows and generations (dtype `wire.ROW_REF`), parallel. `present` and `writing` are indexes
+    of keys that need no store, or that somebody else is storing now. `declined`: nothing was
+    considered, because there is no broker, it did not answer, or the session is not ready."""
+
+    accepted: Sequence[int] = ()
+    refs: Refs = field(default_factory=lambda: NO_REFS)
+    present: Sequence[int] = ()
+    writing: Sequence[int] = ()
+    declined: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Chunks that this engine stored became readable (or are gone) in a medium."""
+
+    removed: bool
+    medium: str
+    keys: Sequence[bytes]
+
+
 @dataclass(slots=True)
 class GroupState:
     """Row references of one group's answers, in query order from `first` on."""
@@ -143,3 +166,19 @@ class RequestState:
     def forget_answers(self) -> None:
         """Earlier answers mean nothing any more."""
         self.groups, self.answer, self.index = None, None, {}
+
+
+def to_wire(query: GroupQuery) -> wire.LookupGroup:
+    return wire.LookupGroup(
+        group=query.group,
+        mode=wire.LookupMode.PREFIX if query.window is None else wire.LookupMode.WINDOW,
+        window=query.window or 0,
+        first_window=query.first_window,
+        start=query.start,
+        positions=np.asarray(query.positions, dtype="<u4").tobytes(),
+        keys=b"".join(query.keys),
+    )
+
+
+def pack(refs: Sequence[np.void]) -> bytes:
+    return b"".join(ref.tobytes() for ref in refs)

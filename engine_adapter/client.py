@@ -11,20 +11,22 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from broker import wire
 from engine_adapter.answers import (
-    NO_REFS,
     Answer,
+    Event,
     GroupAnswer,
     GroupQuery,
     GroupState,
+    Offer,
     Refs,
     RequestState,
+    pack,
+    to_wire,
 )
 from engine_adapter.breaker import Breaker
 from engine_adapter.link import Link, LinkState, SocketTransport, Transport
@@ -36,32 +38,6 @@ MISS_AGAIN_S = 0.250
 UNUSED_HOLDS_S = 2.0
 SWEEP_EVERY_S = 0.5
 CLIENT_NAME = "kvquay client 0.1.0"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """Answer to prepare_store. `accepted` are indexes into the offered keys, ascending; `refs` are
-    their rows and generations (dtype `wire.ROW_REF`), parallel. `present` and `writing` are indexes
-    of keys that need no store, or that somebody else is storing now. `declined`: nothing was
-    considered, because there is no broker, it did not answer, or the session is not ready."""
-
-    accepted: Sequence[int] = ()
-    refs: Refs = field(default_factory=lambda: NO_REFS)
-    present: Sequence[int] = ()
-    writing: Sequence[int] = ()
-    declined: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """Chunks that this engine stored became readable (or are gone) in a medium."""
-
-    removed: bool
-    medium: str
-    keys: Sequence[bytes]
-
-
-_MISS = Answer(groups=(), pending=False)
 
 
 class SchedulerClient:
@@ -317,7 +293,7 @@ class SchedulerClient:
             seq=seq,
             request=state.request,
             attempt=state.attempt,
-            groups=tuple(_to_wire(group) for group in groups),
+            groups=tuple(to_wire(group) for group in groups),
         )
         reply = self._call(message, seq)
         if not isinstance(reply, wire.LookupReply) or reply.attempt != state.attempt:
@@ -374,8 +350,8 @@ class SchedulerClient:
                 wire.CompleteLoad(
                     request=request,
                     attempt=attempt,
-                    refs=_pack([ref for key, ref in done if key not in bad]),
-                    failed=_pack([ref for key, ref in done if key in bad]),
+                    refs=pack([ref for key, ref in done if key not in bad]),
+                    failed=pack([ref for key, ref in done if key in bad]),
                 )
             )
 
@@ -440,7 +416,7 @@ class SchedulerClient:
                 wire.CompleteStore(
                     request=request,
                     attempt=attempt,
-                    refs=_pack([ref for _, ref in done]),
+                    refs=pack([ref for _, ref in done]),
                     success=success,
                     digests=np.array(
                         [known[key] for key, _ in done] if known else [], dtype="<u8"
@@ -467,19 +443,3 @@ class SchedulerClient:
         """Events since the last call."""
         events, self._events = self._events, []
         return events
-
-
-def _to_wire(query: GroupQuery) -> wire.LookupGroup:
-    return wire.LookupGroup(
-        group=query.group,
-        mode=wire.LookupMode.PREFIX if query.window is None else wire.LookupMode.WINDOW,
-        window=query.window or 0,
-        first_window=query.first_window,
-        start=query.start,
-        positions=np.asarray(query.positions, dtype="<u4").tobytes(),
-        keys=b"".join(query.keys),
-    )
-
-
-def _pack(refs: Sequence[np.void]) -> bytes:
-    return b"".join(ref.tobytes() for ref in refs)

@@ -129,9 +129,9 @@ def replay_table() -> None:
             flush=True,
         )
     print(
-        f"\n   With the same memory in all, engines that share find {gains[0]:.1f} (two engines) to "
-        f"{gains[-1]:.1f} (eight) times as many\n   of their prompts' blocks ready as engines that "
-        "keep to themselves; each is a block less to compute."
+        f"\n   With the same memory in all, engines that share find {gains[0]:.1f} (two engines) "
+        f"to {gains[-1]:.1f} (eight) times\n   as many of their prompts' blocks ready as engines "
+        "that keep to themselves; each is a block less to compute."
     )
 
 

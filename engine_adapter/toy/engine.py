@@ -110,7 +110,7 @@ class ToyEngine:
                 positions[loaded:],
                 [self._chunk(b) for b in table[loaded : len(keys)]],
             )
-        answer = []
+        answer: list[int] = []
         while len(answer) < max_tokens:
             answer.append(int(logits.argmax()))
             if len(answer) < max_tokens:

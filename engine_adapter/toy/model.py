@@ -46,7 +46,9 @@ class ToyModel:
         source = torch.Generator().manual_seed(config.seed)
 
         def weight(rows: int, columns: int) -> Tensor:
-            return torch.randn(rows, columns, generator=source) * (1.6 / columns**0.5)
+            drawn: Tensor = torch.randn(rows, columns, generator=source)
+            scaled: Tensor = drawn * (1.6 / columns**0.5)
+            return scaled
 
         c = config
         self._embedding = torch.randn(c.vocab, c.hidden, generator=source)

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from broker import wire
 from broker.attach import Registry
+from broker.members import Member
 from broker.pool import Pool
 from broker.server import Server
-from broker.session import EngineSession, Member
+from broker.session import EngineSession
 from tiers.sessions import Deadlines, Shares
 
 PAGE = 4096

@@ -297,3 +297,35 @@ SlotMachine.TestCase.settings = settings(
     max_examples=60, stateful_step_count=30, deadline=None, database=None
 )
 TestSlotMachine = SlotMachine.TestCase
+
+
+def test_the_documented_table_is_the_one_in_code() -> None:
+    from pathlib import Path
+
+    from tiers.slots import TRANSITIONS, SlotEvent, SlotState
+
+    names = {
+        SlotEvent.RESERVE: "reserve",
+        SlotEvent.COMPLETE: "complete",
+        SlotEvent.FAIL: "fail",
+        SlotEvent.EVICT: "evict",
+        SlotEvent.FORGET: "forget",
+        SlotEvent.FORGET_HELD: "forget, while read",
+        SlotEvent.WRITER_LOST: "writer lost",
+        SlotEvent.RELEASE: "release",
+    }
+    text = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    text = text.replace(
+        "| ready | evict, forget | free |", "| ready | evict | free |\n| ready | forget | free |"
+    )
+    section = text[text.index("## States of a row") : text.index("## Who owns what")]
+    rows = {
+        tuple(part.strip() for part in line.strip("|").split("|"))
+        for line in section.splitlines()
+        if line.startswith("|")
+    }
+    expected = {
+        (SlotState(before).name.lower(), names[event], SlotState(after).name.lower())
+        for (before, event), after in TRANSITIONS.items()
+    }
+    assert rows - {("from", "event", "to"), ("---", "---", "---")} == expected
