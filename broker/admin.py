@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from broker import wire
 from broker.pool import Pool
+from broker.session import EngineSession
 from tiers.slots import SlotState
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Admin:
         if verify:
             self.verify()
         with self._server.lock:
-            engines = [e.describe() for e in self._server.registry.engines.values()]
+            engines = [_describe_engine(e) for e in self._server.registry.engines.values()]
             pools = [_describe(pool) for pool in self._server.pools]
             refused = dict(self._server.registry.counters.refused)
         return {
@@ -109,6 +110,22 @@ class Admin:
             for engine in engines:
                 engine.move_to(message.weights_version, nonce)
         return wire.ResetReply(seq=message.seq, epoch=0, sessions=len(engines))
+
+
+def _describe_engine(engine: EngineSession) -> dict[str, Any]:
+    return {
+        "engine_id": engine.engine_id,
+        "ready": engine.is_ready,
+        "missing_workers": engine.missing_workers(),
+        "scheduler_pid": None if engine.scheduler is None else engine.scheduler.pid,
+        "worker_pids": {str(rank): m.pid for rank, m in sorted(engine.workers.items())},
+        "former_members": len(engine.former),
+        "namespace": engine.namespace.hex(),
+        "epoch": engine.epoch.number,
+        "requests": len(engine.view.requests),
+        "rows_claimed": engine.view.rows.distinct,
+        "row_bytes": engine.pool.row_bytes,
+    }
 
 
 def _describe(pool: Pool) -> dict[str, Any]:

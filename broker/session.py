@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from broker import wire
 from broker.members import Counters, Epoch, Member, effective_namespace
 from broker.pool import NAMESPACE_BYTES, Pool
-from tiers.base import Locality, Medium, OffloadKey, ReqContext, TierFilter, TierMatcher
+from broker.refs import pack_answers, pack_indexes, split_keys, tier_filter, unpack_rows
+from tiers.base import ReqContext
 from tiers.ledger import RowArray
 from tiers.session import MISS, Session
 
@@ -56,6 +56,7 @@ class EngineSession:
         self.declared = b""
         self.epoch = Epoch()
         self.namespace = b""
+        self._closed = False
         self.fence = 0
         """Grows whenever claims are orphaned; workers say up to which one theirs have ended."""
 
@@ -143,7 +144,10 @@ class EngineSession:
         self.former = [m for m in self.former if m.may_touch(self.fence)]
         if not self.former and not any(m.may_touch(self.fence) for m in self.workers.values()):
             self.view.settle()
-        if self.scheduler is None and not self.workers and not self.former:
+        nobody = self.scheduler is None and not self.workers and not self.former
+        if nobody and not self._closed:
+            # Its last member is told of twice: by its pidfd and by the end of its connection.
+            self._closed = True
             self.view.close()
             self._on_idle(self)
 
@@ -185,14 +189,6 @@ class EngineSession:
             raise wire.Malformed(f"a scheduler may not send {type(message).__name__}")
         handler(self, message)
 
-    def _split(self, packed: bytes, namespace: bytes) -> list[OffloadKey]:
-        size = self.key_bytes
-        if len(packed) % size:
-            raise wire.Malformed(f"{len(packed)} bytes of keys are no multiple of {size}")
-        return [
-            OffloadKey(namespace + packed[at : at + size]) for at in range(0, len(packed), size)
-        ]
-
     def _namespace_of(self, request: str) -> bytes:
         claims = self.view.requests.get(request)
         own = None if claims is None else claims.ctx.get_state(_RequestNamespace)
@@ -203,7 +199,7 @@ class EngineSession:
         ctx = ReqContext(
             message.request,
             kv_transfer_params=message.kv_transfer_params,
-            load_tier_filter=_tier_filter(message.load_tiers),
+            load_tier_filter=tier_filter(message.load_tiers),
         )
         if message.namespace:
             ctx.set_state(
@@ -224,7 +220,7 @@ class EngineSession:
         if self.is_ready and self._ensure(request, attempt):
             namespace = self._namespace_of(request)
             for group in message.groups:
-                keys = self._split(group.keys, namespace)
+                keys = split_keys(group.keys, self.key_bytes, namespace)
                 positions = np.frombuffer(group.positions, dtype="<u4")
                 first = 0
                 if group.mode == wire.LookupMode.PREFIX:
@@ -256,28 +252,10 @@ class EngineSession:
         return attempt >= self.view.requests[request].attempt
 
     def _refs(self, answers: RowArray) -> bytes:
-        refs = np.zeros(len(answers), dtype=wire.ROW_REF)
-        refs["row"] = answers.view(np.uint32)
-        rows = answers >= 0
-        if rows.all():
-            refs["generation"] = self.pool.hub.rows.slots.generation[answers]
-        else:
-            refs["generation"][rows] = self.pool.hub.rows.slots.generation[answers[rows]]
-        return refs.tobytes()
+        return pack_answers(answers, self.pool)
 
     def _rows_of(self, packed: bytes) -> RowArray:
-        """Rows of references that still mean what they meant; others are refused."""
-        if len(packed) % wire.ROW_REF.itemsize:
-            raise wire.Malformed(f"{len(packed)} bytes of row references")
-        refs = np.frombuffer(packed, dtype=wire.ROW_REF)
-        inside = refs["row"] < self.pool.num_rows
-        self.counters.refuse("row out of range", len(refs) - int(np.count_nonzero(inside)))
-        refs = refs[inside]
-        rows: NDArray[np.int32] = refs["row"].astype(np.int32)
-        same = self.pool.hub.rows.slots.generation[rows] == refs["generation"]
-        self.counters.refuse("old generation", len(rows) - int(np.count_nonzero(same)))
-        current: RowArray = rows[same]
-        return current
+        return unpack_rows(packed, self.pool, self.counters)
 
     def take(self, message: wire.TakeHolds) -> None:
         """prepare_load: workers will read these rows; other holds of the request end."""
@@ -303,7 +281,7 @@ class EngineSession:
         request, attempt = message.request, message.attempt
         answer = None
         if self.is_ready and self._ensure(request, attempt):
-            keys = self._split(message.keys, self._namespace_of(request))
+            keys = split_keys(message.keys, self.key_bytes, self._namespace_of(request))
             positions = np.frombuffer(message.positions, dtype="<u4")
             answer = self.view.offer(keys, request, attempt, positions)
         if answer is None:
@@ -327,10 +305,10 @@ class EngineSession:
                 status=wire.StoreStatus.OK
                 if complete or answer.accepted
                 else wire.StoreStatus.BUSY,
-                accepted=_pack(answer.accepted),
+                accepted=pack_indexes(answer.accepted),
                 refs=self._refs(answer.rows),
-                present=_pack(answer.present),
-                writing=_pack(answer.writing),
+                present=pack_indexes(answer.present),
+                writing=pack_indexes(answer.writing),
             )
         self._send(reply)
 
@@ -345,7 +323,7 @@ class EngineSession:
         """Count chunks as used now."""
         claims = self.view.requests.get(message.request)
         if claims is not None:
-            keys = self._split(message.keys, self._namespace_of(message.request))
+            keys = split_keys(message.keys, self.key_bytes, self._namespace_of(message.request))
             self.pool.manager.touch(keys, claims.ctx)
 
     def finish(self, message: wire.Finish) -> None:
@@ -391,46 +369,12 @@ class EngineSession:
         if events:
             port.send(wire.Events(events=tuple(events)))
 
-    def describe(self) -> dict[str, Any]:
-        """For status: members, claims and waits."""
-        return {
-            "engine_id": self.engine_id,
-            "ready": self.is_ready,
-            "missing_workers": self.missing_workers(),
-            "scheduler_pid": None if self.scheduler is None else self.scheduler.pid,
-            "worker_pids": {str(rank): m.pid for rank, m in sorted(self.workers.items())},
-            "former_members": len(self.former),
-            "namespace": self.namespace.hex(),
-            "epoch": self.epoch.number,
-            "requests": len(self.view.requests),
-            "rows_claimed": self.view.rows.distinct,
-            "row_bytes": self.pool.row_bytes,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class _RequestNamespace:
     """Kept in a request's context: it runs under an adapter."""
 
     namespace: bytes
-
-
-def _pack(indexes: Sequence[int]) -> bytes:
-    return np.array(indexes, dtype="<u4").tobytes()
-
-
-def _tier_filter(wanted: Sequence[tuple[str | None, str | None]] | None) -> TierFilter:
-    if wanted is None:
-        return TierFilter.ALL
-    return TierFilter(
-        tuple(
-            TierMatcher(
-                None if medium is None else Medium(medium),
-                None if locality is None else Locality(locality),
-            )
-            for medium, locality in wanted
-        )
-    )
 
 
 _HANDLERS: dict[type, Callable[[EngineSession, Any], None]] = {

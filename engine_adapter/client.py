@@ -29,7 +29,8 @@ from engine_adapter.answers import (
     to_wire,
 )
 from engine_adapter.breaker import Breaker
-from engine_adapter.link import Link, LinkState, SocketTransport, Transport
+from engine_adapter.calls import Calls
+from engine_adapter.link import Link, LinkState, SocketTransport, Transport, attach_message
 
 __all__ = ["Answer", "Event", "GroupAnswer", "GroupQuery", "Offer", "SchedulerClient"]
 
@@ -37,7 +38,6 @@ CALL_TIMEOUT_S = 0.020
 MISS_AGAIN_S = 0.250
 UNUSED_HOLDS_S = 2.0
 SWEEP_EVERY_S = 0.5
-CLIENT_NAME = "kvquay client 0.1.0"
 
 
 class SchedulerClient:
@@ -63,29 +63,18 @@ class SchedulerClient:
         `namespace`: 16 bytes, `wire.namespace_digest` of all that the KV depends on. `world`:
         number of workers that will attach under this engine_id.
         """
-        if len(namespace) != wire.NAMESPACE_BYTES:
-            raise ValueError(f"namespace has {len(namespace)} bytes, not {wire.NAMESPACE_BYTES}")
-        if not wire.MIN_KEY_BYTES <= key_bytes <= wire.MAX_KEY_BYTES:
-            raise ValueError(
-                f"keys of {key_bytes} bytes; {wire.MIN_KEY_BYTES} to {wire.MAX_KEY_BYTES} can be"
-            )
         self.engine_id = engine_id
         self.key_bytes = key_bytes
-        self._attach = wire.Attach(
-            protocol=wire.PROTOCOL_VERSION,
-            client=CLIENT_NAME,
-            engine_id=engine_id,
-            role=wire.Role.SCHEDULER,
-            rank=0,
-            world=world,
-            row_bytes=row_bytes,
-            key_bytes=key_bytes,
-            pid=os.getpid(),
+        self._attach = attach_message(
+            wire.Role.SCHEDULER,
+            engine_id,
+            row_bytes,
+            key_bytes,
+            world,
             namespace=namespace,
             weights_version=weights_version,
             events=events,
         )
-        self._call_timeout_s = call_timeout_s
         self._clock = clock
         self._link = Link(
             connect or (lambda: SocketTransport(socket_path)),
@@ -94,17 +83,13 @@ class SchedulerClient:
             self._on_down,
             clock,
         )
-        self._breaker = Breaker(clock)
+        self.calls = Calls(self._link, Breaker(clock), call_timeout_s)
         self._requests: dict[str, RequestState] = {}
-        self._seq = 0
-        self._replies: dict[int, wire.Message] = {}
-        self._awaited = 0
         self._events: list[Event] = []
         self._swept_at = clock()
         self.attached: wire.Attached | None = None
         self.is_ready = False
         """Whether the broker has all members of this engine: loads and stores are possible."""
-        self.timeouts = 0
 
     # ---- connection --------------------------------------------------------------------------
 
@@ -126,11 +111,7 @@ class SchedulerClient:
     def wait_ready(self, timeout_s: float) -> bool:
         """Attach and wait until all workers are attached too; False if that did not happen."""
         self._link.check_thread()
-        end = self._clock() + timeout_s
-        while not self.is_ready and self._clock() < end:
-            if not self._link.wait_for(lambda: self.is_ready, min(0.1, end - self._clock())):
-                time.sleep(0.005) if self._link.state is LinkState.DOWN else None
-        return self.is_ready
+        return self._link.wait_through(lambda: self.is_ready, timeout_s)
 
     def close(self) -> None:
         """End the session of this scheduler."""
@@ -165,12 +146,7 @@ class SchedulerClient:
         elif isinstance(message, wire.MemoryReplaced):
             self._link.reconnect("the broker has new memory")
         else:
-            seq = getattr(message, "seq", 0)
-            if seq == self._awaited:
-                self._replies[seq] = message
-            elif isinstance(message, (wire.LookupReply, wire.StoreReply)):
-                # Too late: the call has timed out, and its attempt was cancelled there and then.
-                return
+            self.calls.on_reply(message)
 
     def _new_attempts(self) -> None:
         """Answers so far mean nothing; what they held is released, and asked for anew."""
@@ -186,29 +162,6 @@ class SchedulerClient:
     def _split(self, packed: bytes) -> list[bytes]:
         size = self.key_bytes
         return [packed[at : at + size] for at in range(0, len(packed), size)]
-
-    def _call(self, message: wire.Message, seq: int) -> wire.Message | None:
-        """Send and wait for the answer, at most the call time-out; None if it did not come."""
-        if not self._breaker.allows() or self._link.state is not LinkState.UP:
-            self._link.poll()
-            return None
-        if not self._link.send(message):
-            return None
-        self._awaited = seq
-        came = self._link.wait_for(lambda: seq in self._replies, self._call_timeout_s)
-        self._awaited = 0
-        reply = self._replies.pop(seq, None)
-        if came and reply is not None:
-            self._breaker.succeeded()
-            return reply
-        if self._link.state is LinkState.UP:
-            self.timeouts += 1
-            self._breaker.failed()
-        return None
-
-    def _next_seq(self) -> int:
-        self._seq = self._seq % 0xFFFFFFFF + 1
-        return self._seq
 
     # ---- requests ----------------------------------------------------------------------------
 
@@ -288,16 +241,16 @@ class SchedulerClient:
         return self._ask(state, groups, now)
 
     def _ask(self, state: RequestState, groups: Sequence[GroupQuery], now: float) -> Answer:
-        seq = self._next_seq()
+        seq = self.calls.next_seq()
         message = wire.Lookup(
             seq=seq,
             request=state.request,
             attempt=state.attempt,
             groups=tuple(to_wire(group) for group in groups),
         )
-        reply = self._call(message, seq)
+        reply = self.calls.call(message, seq)
         if not isinstance(reply, wire.LookupReply) or reply.attempt != state.attempt:
-            if self._link.state is LinkState.UP and self._breaker.allows():
+            if self._link.state is LinkState.UP and self.calls.breaker.allows():
                 self._give_up_attempt(state)
             return Answer(
                 groups=tuple(GroupAnswer(first=0, count=0) for _ in groups),
@@ -344,14 +297,13 @@ class SchedulerClient:
         """Workers are done with `keys`; the `failed` ones among them did not verify, and nobody
         will find them again."""
         self._link.check_thread()
-        bad = set(failed)
         for attempt, done in self._ended(request, keys).items():
             self._link.send(
                 wire.CompleteLoad(
                     request=request,
                     attempt=attempt,
-                    refs=pack([ref for key, ref in done if key not in bad]),
-                    failed=pack([ref for key, ref in done if key in bad]),
+                    refs=pack([ref for key, ref in done if key not in failed]),
+                    failed=pack([ref for key, ref in done if key in failed]),
                 )
             )
 
@@ -376,7 +328,7 @@ class SchedulerClient:
             self._link.poll()
             return Offer()
         state = self._state_of(request)
-        seq = self._next_seq()
+        seq = self.calls.next_seq()
         message = wire.PrepareStore(
             seq=seq,
             request=request,
@@ -384,7 +336,7 @@ class SchedulerClient:
             positions=np.array(positions, dtype="<u4").tobytes(),
             keys=b"".join(keys),
         )
-        reply = self._call(message, seq)
+        reply = self.calls.call(message, seq)
         if not isinstance(reply, wire.StoreReply) or reply.attempt != state.attempt:
             if self._link.state is LinkState.UP:
                 self._give_up_attempt(state)
@@ -435,8 +387,8 @@ class SchedulerClient:
         """Every chunk of this engine is stale. With a version, engines that name the same one
         share again; without, this engine shares with nobody. Whether the broker has obeyed."""
         self._link.check_thread()
-        seq = self._next_seq()
-        reply = self._call(wire.Reset(seq=seq, weights_version=weights_version), seq)
+        seq = self.calls.next_seq()
+        reply = self.calls.call(wire.Reset(seq=seq, weights_version=weights_version), seq)
         return isinstance(reply, wire.ResetReply)
 
     def take_events(self) -> Sequence[Event]:

@@ -23,10 +23,12 @@ from broker import wire
 
 log = logging.getLogger(__name__)
 
+CLIENT_NAME = "kvquay client 0.1.0"
 RECEIVE_BYTES = 256 << 10
 SPIN_S = 100e-6
 """An answer usually comes within this time; going to sleep for it would cost as much again."""
 RETRY_S = 0.5
+EAGER_RETRY_S = 0.005
 WARN_EVERY_S = 60.0
 ATTACH_TIMEOUT_S = 10.0
 
@@ -112,6 +114,42 @@ class SocketTransport:
         self._socket.close()
 
 
+def attach_message(
+    role: wire.Role,
+    engine_id: str,
+    row_bytes: int,
+    key_bytes: int,
+    world: int,
+    *,
+    rank: int = 0,
+    namespace: bytes = b"",
+    weights_version: str | None = None,
+    events: bool = False,
+) -> wire.Attach:
+    """The first message of a connection of this process. ValueError for a wrong namespace or key
+    size."""
+    if role is wire.Role.SCHEDULER and len(namespace) != wire.NAMESPACE_BYTES:
+        raise ValueError(f"namespace has {len(namespace)} bytes, not {wire.NAMESPACE_BYTES}")
+    if not wire.MIN_KEY_BYTES <= key_bytes <= wire.MAX_KEY_BYTES:
+        raise ValueError(
+            f"keys of {key_bytes} bytes; {wire.MIN_KEY_BYTES} to {wire.MAX_KEY_BYTES} can be"
+        )
+    return wire.Attach(
+        protocol=wire.PROTOCOL_VERSION,
+        client=CLIENT_NAME,
+        engine_id=engine_id,
+        role=role,
+        rank=rank,
+        world=world,
+        row_bytes=row_bytes,
+        key_bytes=key_bytes,
+        pid=os.getpid(),
+        namespace=namespace,
+        weights_version=weights_version,
+        events=events,
+    )
+
+
 class LinkState(Enum):
     """Whether the broker can be asked."""
 
@@ -193,6 +231,21 @@ class Link:
             if self._transport is None:
                 return done()
             left = end - self._clock()
+        return True
+
+    def wait_through(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        """As wait_for, also while there is no broker yet: it is looked for again and again."""
+        end = self._clock() + timeout_s
+        while not done():
+            left = end - self._clock()
+            if left <= 0 or self.state is LinkState.CLOSED:
+                return False
+            if self._transport is None:
+                self._retry_at = min(self._retry_at, self._clock() + EAGER_RETRY_S)
+                time.sleep(EAGER_RETRY_S)  # nobody listens, so there is nothing to wait on
+                self.poll()
+            else:
+                self.wait_for(done, left)
         return True
 
     def _open(self) -> None:

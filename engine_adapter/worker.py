@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from broker import wire
 from engine_adapter.answers import Refs
-from engine_adapter.client import CLIENT_NAME
-from engine_adapter.link import Link, LinkState, SocketTransport, Transport
+from engine_adapter.link import Link, LinkState, SocketTransport, Transport, attach_message
 
 _MADV_POPULATE_WRITE = 23
 _MADV_DONTFORK = 10
@@ -100,23 +99,12 @@ class WorkerClient:
         """Nothing is opened yet; `step` (or `wait_attached`) attaches."""
         self._populate = populate
         self._map_memory = map_memory
-        self._attach = wire.Attach(
-            protocol=wire.PROTOCOL_VERSION,
-            client=CLIENT_NAME,
-            engine_id=engine_id,
-            role=wire.Role.WORKER,
-            rank=rank,
-            world=world,
-            row_bytes=row_bytes,
-            key_bytes=key_bytes,
-            pid=os.getpid(),
-            namespace=b"",
-            weights_version=None,
-            events=False,
+        self._attach = attach_message(
+            wire.Role.WORKER, engine_id, row_bytes, key_bytes, world, rank=rank
         )
         self._link = Link(
             connect or (lambda: SocketTransport(socket_path)),
-            self._make_attach,
+            lambda: self._attach,
             self._on_message,
             self._on_down,
             clock,
@@ -146,13 +134,9 @@ class WorkerClient:
     def wait_attached(self, timeout_s: float) -> bool:
         """Attach; False if that did not happen in time."""
         self._link.check_thread()
-        end = self._clock() + timeout_s
-        while self.memory is None and self._clock() < end:
-            if not self._may_attach() or not self._link.wait_for(
-                lambda: self.memory is not None, 0.1
-            ):
-                time.sleep(0.005)
-        return self.memory is not None
+        return self._may_attach() and self._link.wait_through(
+            lambda: self.memory is not None, timeout_s
+        )
 
     def _may_attach(self) -> bool:
         """Attaching says that transfers over an earlier connection have ended: not before."""
@@ -208,9 +192,6 @@ class WorkerClient:
                 return good & memory.are_current(refs)
         except RuntimeError:
             return np.zeros(len(refs), dtype=bool)
-
-    def _make_attach(self) -> wire.Attach:
-        return self._attach
 
     def _on_message(self, message: wire.Message, fds: list[int]) -> None:
         if isinstance(message, wire.Attached):

@@ -8,14 +8,11 @@ is the default session, one engine in-process. No socket, no file, no payload by
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import ExitStack
+from functools import partial
 from typing import Any
-
-import numpy as np
 
 from tiers.base import (
     CacheHitSource,
@@ -34,13 +31,15 @@ from tiers.base import (
     SecondaryTierManager,
     TransferJob,
 )
+from tiers.batch import lookup_in_turn
 from tiers.jobs import JobMetadata, PendingPromotion, RequestState
-from tiers.metrics import OffloadingConnectorStats, TieringMetricsTracker
+from tiers.metrics import OffloadingConnectorStats, TieringMetricsTracker, merge_stats
 from tiers.parent import TierFacingParent
-from tiers.poller import JOIN_TIMEOUT_S, TierPoller
+from tiers.poller import TierPoller
 from tiers.primary import CPUPrimaryTierOffloadingManager
 from tiers.session import Session
 from tiers.sessions import Sessions
+from tiers.teardown import shut_down
 from tiers.transfers import Transfers
 
 __all__ = [
@@ -51,8 +50,6 @@ __all__ = [
     "RequestState",
     "TieringOffloadingManager",
 ]
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_TIER_POLL_INTERVAL_S = 0.001
 
@@ -163,42 +160,19 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> list[LookupResult]:
         """Answers of `lookup` for each key in turn, as far as the first MISS, which is the last."""
         self._maybe_process_finished_jobs()
-        results: list[LookupResult] = []
-        while len(results) < len(keys):
-            start = time.perf_counter()
-            rest = keys[len(results) :]
-            rows = self._rows.find(rest)
-            absent = np.flatnonzero(rows < 0)
-            known = int(absent[0]) if len(absent) else len(rest)
-            ready = self._rows.slots.ref_cnt[rows[:known]] >= 0
-            results.extend(
-                LookupResult.HIT if there else LookupResult.HIT_PENDING for there in ready.tolist()
-            )
-            queries = known + 1 if known < len(rest) else known
-            self._metrics.on_lookup_batch(
-                req_context,
-                self._metrics.primary_tier_label,
-                queries,
-                known,
-                time.perf_counter() - start,
-            )
-            if known < len(rest):
-                result = self._lookup_tiers(rest[known], req_context, None)
-                results.append(result)
-                if result is LookupResult.MISS:
-                    break
-        return results
+        ask = partial(self._lookup_tiers, ctx=req_context)
+        ask = partial(self._lookup_tiers, ctx=req_context)
+        return lookup_in_turn(self._rows, self._metrics, keys, req_context, ask)
 
     def _lookup_tiers(
-        self, key: OffloadKey, ctx: ReqContext, exclude_tier_idx: int | None
+        self, key: OffloadKey, ctx: ReqContext, exclude_tier_idx: int | None = None
     ) -> LookupResult:
         if self._promotions_held:
             return LookupResult.MISS
         retry = False
         for idx, tier in enumerate(self.secondary_tiers):
-            if idx == exclude_tier_idx:
-                continue
-            if not ctx.load_tier_filter.allows(tier.medium, tier.locality):
+            allowed = ctx.load_tier_filter.allows(tier.medium, tier.locality)
+            if idx == exclude_tier_idx or not allowed:
                 continue
             start = time.perf_counter()
             result = tier.lookup(key, ctx)
@@ -206,8 +180,8 @@ class TieringOffloadingManager(OffloadingManager):
                 ctx, key, self._metrics.tier_label(idx + 1), result, time.perf_counter() - start
             )
             if result is LookupResult.HIT:
-                started = self.transfers.promote(idx, key, ctx)
-                return LookupResult.HIT_PENDING if started else LookupResult.MISS
+                promoted = self.transfers.promote(idx, key, ctx)
+                return LookupResult.HIT_PENDING if promoted else LookupResult.MISS
             retry = retry or result is LookupResult.RETRY
         return LookupResult.RETRY if retry else LookupResult.MISS
 
@@ -293,8 +267,8 @@ class TieringOffloadingManager(OffloadingManager):
     def request_policy(self, ctx: ReqContext) -> OffloadPolicy:
         """What the tiers want of a live request."""
         state = self._req_state.get(ctx.req_id)
-        wanted = state is not None and state.request_level_tiers
-        return OffloadPolicy.REQUEST_LEVEL if wanted else OffloadPolicy.CHUNK_LEVEL
+        whole = state is not None and state.request_level_tiers
+        return OffloadPolicy.REQUEST_LEVEL if whole else OffloadPolicy.CHUNK_LEVEL
 
     def _after_store(self, stored: list[OffloadKey], ctx: ReqContext, ended: int = 1) -> None:
         """Stores of the request have ended; `stored` are the chunks they made readable."""
@@ -328,8 +302,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._req_state[req_context.req_id] = RequestState(
             req_context, request_level_tiers=wanting or None
         )
-        policy = OffloadPolicy.REQUEST_LEVEL if wanting else OffloadPolicy.CHUNK_LEVEL
-        return RequestOffloadingContext(policy)
+        return RequestOffloadingContext(self.request_policy(req_context))
 
     def on_request_finished(
         self, req_context: ReqContext, *, exclude_tier_idx: int | None = None
@@ -408,52 +381,20 @@ class TieringOffloadingManager(OffloadingManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Figures of the primary tier, the tracker and every tier, merged."""
         self._metrics.record_backpressure(self.secondary_tiers)
-        total: OffloadingConnectorStats | None = None
-        for stats in (
-            self.primary_tier.get_stats(),
-            self._metrics.take_stats(),
-            *(tier.get_stats() for tier in self.secondary_tiers),
-        ):
-            if stats is not None and not stats.is_empty():
-                if total is None:
-                    total = stats
-                else:
-                    total.aggregate(stats)
-        return total
+        parts = [self.primary_tier.get_stats(), self._metrics.take_stats()]
+        parts += [tier.get_stats() for tier in self.secondary_tiers]
+        return merge_stats(parts)
 
     def config_info(self) -> Sequence[ConfigInfoMapping]:
         """The primary tier's and each tier's, labelled by tier."""
-        infos = [
-            {"tier": self._metrics.primary_tier_label[0], **info}
-            for info in self.primary_tier.config_info()
-        ]
-        for idx, tier in enumerate(self.secondary_tiers):
-            info = tier.config_info()
-            if info:
-                infos.append({"tier": self._metrics.tier_label(idx + 1)[0], **info})
+        label = self._metrics.tier_label
+        infos = [{"tier": label(0)[0], **info} for info in self.primary_tier.config_info()]
+        for idx, tier in enumerate(self.secondary_tiers, 1):
+            if info := tier.config_info():
+                infos.append({"tier": label(idx)[0], **info})
         return infos
 
     def shutdown(self) -> None:
-        """Stop the thread, then every tier, then release the primary tier's memory.
-
-        If a tier fails, the others still get their turn, the memory is kept (the tier may still
-        touch it) and the failure is raised. Called without the lock.
-        """
-        with ExitStack() as held:
-            if self._poller is not None and not self._poller.stop():
-                if not self._lock.acquire(timeout=JOIN_TIMEOUT_S):
-                    raise RuntimeError(
-                        "the tier poll thread hangs with the lock held: tiers are not torn down "
-                        "and their memory is kept"
-                    )
-                held.callback(self._lock.release)
-            failures: list[Exception] = []
-            for tier in self.secondary_tiers:
-                try:
-                    tier.shutdown()
-                except Exception as error:  # the next tier gets its attempt all the same
-                    logger.exception("tier %s failed to shut down", tier.tier_type)
-                    failures.append(error)
-            if failures:
-                raise failures[0]
-            self.primary_tier.shutdown()
+        """Stop the thread, then every tier, then release the memory; without the lock. If a tier
+        fails the others still end, the memory is kept, and the failure is raised."""
+        shut_down(self._poller, self._lock, self.secondary_tiers, self.primary_tier)

@@ -38,6 +38,7 @@ __all__ = [
     "TierLabel",
     "TieringMetricsTracker",
     "add_own_names",
+    "merge_stats",
     "own_name",
     "tiering_metric_definitions",
 ]
@@ -291,3 +292,15 @@ def _only_ours(name: str) -> str:
     if not name.startswith(OWN_PREFIX):
         raise ValueError(f"series {name} must begin with {OWN_PREFIX!r}")
     return name
+
+
+def merge_stats(
+    parts: Sequence[OffloadingConnectorStats | None],
+) -> OffloadingConnectorStats | None:
+    """All that is not empty, as one, under public and own names; None if nothing is left."""
+    full = [part for part in parts if part is not None and not part.is_empty()]
+    if not full:
+        return None
+    for part in full[1:]:
+        full[0].aggregate(part)
+    return add_own_names(full[0])
