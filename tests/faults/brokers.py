@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from typing import Any
 import psutil
 
 DEADLINE_S = 20.0
+PYTHONPATH = os.pathsep.join([str(Path(__file__).parents[2]), sysconfig.get_path("purelib")])
+"""This checkout and these packages, for any interpreter of the same version."""
 
 
 def eventually(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> bool:
@@ -34,16 +37,21 @@ class RealBroker:
     """`kvquay serve` in a process of its own."""
 
     def __init__(
-        self, folder: Path, *options: str, prefix: Sequence[str] = (), **popen: Any
+        self,
+        folder: Path,
+        *options: str,
+        prefix: Sequence[str] = (),
+        python: str = sys.executable,
+        **popen: Any,
     ) -> None:
         self.path = str(folder / "b.sock")
         self.log = folder / "broker.log"
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [
                     *prefix,
-                    sys.executable,
+                    python,
                     "-m",
                     "broker",
                     "serve",
@@ -110,8 +118,17 @@ class RealBroker:
     def end(self) -> int:
         """Stop it as an operator does; the exit status."""
         if self.process.poll() is None:
-            self.process.terminate()
+            self.supervisor.terminate()
         return self.process.wait(DEADLINE_S)
+
+    @property
+    def supervisor(self) -> psutil.Process:
+        """The process that `kvquay serve` is; what runs it may be in between (`unshare --fork`)."""
+        outer = psutil.Process(self.process.pid)
+        for process in [outer, *outer.children(recursive=True)]:
+            if process.cmdline()[1:4] == ["-m", "broker", "serve"]:
+                return process
+        return outer
 
 
 @contextmanager
@@ -132,10 +149,18 @@ def real_broker(folder: Path, *options: str, **how: Any) -> Iterator[RealBroker]
 class RealEngine:
     """An engine in a process of its own, told what to do line by line."""
 
-    def __init__(self, path: str, name: str, *, prefix: Sequence[str] = (), **popen: Any) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    def __init__(
+        self,
+        path: str,
+        name: str,
+        *,
+        prefix: Sequence[str] = (),
+        python: str = sys.executable,
+        **popen: Any,
+    ) -> None:
+        environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "tests.faults.engine", path, name],
+            [*prefix, python, "-m", "tests.faults.engine", path, name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
