@@ -50,6 +50,8 @@ class Admin:
         if verify:
             self.verify()
         with self._server.lock:
+            for pool in self._server.pools:
+                pool.collect_metrics()
             engines = [_describe_engine(e) for e in self._server.registry.engines.values()]
             pools = [_describe(pool) for pool in self._server.pools]
             refused = dict(self._server.registry.counters.refused)
@@ -142,4 +144,5 @@ def _describe(pool: Pool) -> dict[str, Any]:
         "tiers": [tier.tier_type for tier in pool.manager.secondary_tiers],
         "frozen": pool.frozen,
         "refused_completions": pool.hub.refused,
+        "metrics": dict(pool.totals),
     }

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tiers.base import SecondaryTierManager
 from tiers.factory import SecondaryTierFactory
 from tiers.manager import TieringOffloadingManager
+from tiers.metrics import OWN_PREFIX
 from tiers.primary import CPUPrimaryTierOffloadingManager
 from tiers.sessions import Deadlines, Shares
 
@@ -104,6 +105,9 @@ class Pool:
         self.frozen = False
         """True while old mappers may still touch rows: nothing is given out."""
         self._sweeps: list[tuple[bytes, int]] = []
+        self.totals: dict[str, int | float] = {}
+        """Metrics since the start under the project's names: counters and sums added up, gauges
+        as they are now."""
 
     @property
     def num_rows(self) -> int:
@@ -139,6 +143,17 @@ class Pool:
             else:
                 self._sweeps[0] = (namespace, end)
         return bool(self._sweeps)
+
+    def collect_metrics(self) -> None:
+        """Add what the manager has measured to `totals`; often enough, samples do not pile up."""
+        stats = self.manager.get_stats()
+        if stats is None:
+            return
+        types = stats.data["types"]
+        for name, value in stats.reduce().items():
+            if name.startswith(OWN_PREFIX):
+                gauge = types.get(name.split(":(")[0]) == "gauge"
+                self.totals[name] = value if gauge else self.totals.get(name, 0) + value
 
     def shutdown(self) -> None:
         """End the tiers, then let the memory go. Called without the lock."""

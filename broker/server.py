@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 MESSAGES_PER_TURN = 16
 """Messages of one connection handled before the others get their turn."""
+COLLECT_EVERY_S = 1.0
 IDLE_CHECK_S = 5.0
 IDLE_AFTER_S = 1.0
 ATTACH_DEADLINE_S = 10.0
@@ -96,6 +97,7 @@ class Server:
         self.admin = Admin(self, about)
         self._last_message = clock()
         self._last_check = clock()
+        self._collected_at = clock()
 
     def _control_plane_failed(self, error: BaseException) -> None:
         self.failure = error
@@ -152,6 +154,11 @@ class Server:
                 self._after(client)
         self._tell()
         now = self._clock()
+        if now - self._collected_at > COLLECT_EVERY_S:
+            self._collected_at = now
+            with self.lock:
+                for pool in self.pools:
+                    pool.collect_metrics()
         if now - self._last_message > IDLE_AFTER_S and now - self._last_check > IDLE_CHECK_S:
             self._idle(now)
 

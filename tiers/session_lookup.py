@@ -6,6 +6,7 @@ sessions in `tiers.sessions`. Knows no socket and no process.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -204,13 +205,21 @@ class SessionLookups:
         parts: list[RowArray] = []
         done = 0
         while done < len(keys):
+            start = time.perf_counter()
             rest = keys[done:] if done else keys
             rows = self._pool.find(rest)
             known = len(rows)
             if known and rows.min() < 0:
                 known = int((rows < 0).argmax())
             answers = self._take(rest, rows[:known], claims)
-            self._count(claims, min(known + 1, len(rest)), known)
+            metrics = self.manager._metrics
+            metrics.on_lookup_batch(
+                claims.ctx,
+                metrics.primary_tier_label,
+                min(known + 1, len(rest)),
+                known,
+                time.perf_counter() - start,
+            )
             parts.append(answers)
             done += len(answers)
             if len(answers) and answers[-1] == MISS:
@@ -222,10 +231,6 @@ class SessionLookups:
                 if answer == MISS:
                     break
         return parts[0] if len(parts) == 1 else np.concatenate(parts or [NO_ROWS])
-
-    def _count(self, claims: RequestClaims, queries: int, hits: int) -> None:
-        metrics = self.manager._metrics
-        metrics.on_lookup_batch(claims.ctx, metrics.primary_tier_label, queries, hits, 0.0)
 
     def _take(self, keys: Sequence[OffloadKey], rows: RowArray, claims: RequestClaims) -> RowArray:
         """Hold what is ready of these resident rows; the answers may end early with a MISS."""

@@ -97,9 +97,7 @@ class Transfers:
         before = detector.is_under_pressure()
         job = metadata.transfer_job
         if result.success:
-            size = result.transfer_bytes
-            if size is None:
-                size = len(job.keys) * tier.block_size_bytes
+            size = result.transfer_bytes or len(job.keys) * tier.block_size_bytes
             detector.update(job.submit_time, size)
         else:
             detector.on_store_failed()

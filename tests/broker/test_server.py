@@ -144,6 +144,7 @@ def test_a_wrong_attach_is_refused_with_both_values(
 def test_status_tells_of_engines_and_checks_the_laws(broker: TestBroker) -> None:
     a = Engine(broker.path, "a")
     a.store("r", [key(1), key(2)])
+    assert a.lookup("r2", [key(1), key(2), key(3)]) == 2
     connection = raw(broker)
     connection.sendall(wire.encode(attach(role=wire.Role.ADMIN)))
     connection.sendall(wire.encode(wire.Status(seq=1, verify=True)))
@@ -158,6 +159,9 @@ def test_status_tells_of_engines_and_checks_the_laws(broker: TestBroker) -> None
     assert status["healthy"] is True
     assert status["engines"][0]["engine_id"] == "a"
     assert status["pools"][0]["ready"] == 2
+    metrics = status["pools"][0]["metrics"]
+    assert metrics["kvquay:kv_offload_tiering_chunk_queries:('0:primary',)"] == 3
+    assert metrics["kvquay:kv_offload_tiering_chunk_hits:('0:primary',)"] == 2
     connection.close()
     a.close()
 
