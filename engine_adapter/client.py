@@ -77,7 +77,7 @@ class SchedulerClient:
         )
         self._clock = clock
         self._link = Link(
-            connect or (lambda: SocketTransport(socket_path)),
+            connect or (lambda: SocketTransport(socket_path, takes_fds=False)),
             lambda: self._attach,
             self._on_message,
             self._on_down,

@@ -237,7 +237,7 @@ class SecondaryTierManager(ABC):
         tier_type: str,
         backpressure_detector: BackpressureDetector | None = None,
     ) -> None:
-        """`primary_kv_view` has shape (num_chunks, row bytes); chunk c is `numpy.asarray(view)[c]`."""
+        """`primary_kv_view`: shape (num_chunks, row bytes); chunk c is `numpy.asarray(view)[c]`."""
         strides = primary_kv_view.strides
         if not strides:
             raise ValueError("primary_kv_view has no rows: it must have shape (num_chunks, bytes)")

@@ -174,11 +174,10 @@ class RowRecency:
     def finish(self, ctx: ReqContext) -> None:
         """Touch what the request used and what is still there, in prefix order."""
         record = self._record(ctx)
-        if record.finished:
+        if record.finished or not record.rows:
+            record.finished = True
             return
         record.finished = True
-        if not record.rows:
-            return
         rows = np.concatenate(record.rows)
         positions = np.concatenate(record.positions)
         live = self._slots.generation[rows] == np.concatenate(record.generations)

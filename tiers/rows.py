@@ -95,12 +95,12 @@ class PrimaryRows:
     def hold(self, rows: Rows, counts: NDArray[np.int32] | None = None) -> None:
         """One more reader for each of these distinct, ready rows.
 
-        `counts`: their readers now, where the caller has just looked.
+        `counts`: their readers now, where the caller has just looked and found them ready.
         """
         if counts is None:
             counts = self.slots.ref_cnt[rows]
-        if len(rows) and counts.min() < 0:
-            raise AssertionError(f"row {int(rows[np.argmin(counts)])} is not ready to be read")
+            if len(rows) and counts.min() < 0:
+                raise AssertionError(f"row {int(rows[np.argmin(counts)])} is not ready to be read")
         self.slots.ref_cnt[rows] = counts + 1
         self._num_evictable -= len(rows) - int(np.count_nonzero(counts))
         if self._row_policy is None:
@@ -117,7 +117,11 @@ class PrimaryRows:
             self.settle(rows[gone])
             rows, counts = rows[~gone], counts[~gone]
         self.slots.ref_cnt[rows] = counts - 1
-        self._mark_unread(rows[counts == 1])
+        if self._row_policy is not None:
+            self._num_evictable += len(rows) - int(np.count_nonzero(counts - 1))
+            self._row_policy.on_rows_unread(rows)
+        else:
+            self._mark_unread(rows[counts == 1])
 
     def _mark_unread(self, rows: Rows) -> None:
         self._num_evictable += len(rows)

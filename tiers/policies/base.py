@@ -118,7 +118,7 @@ class RowPolicy(CachePolicy):
 
     @abstractmethod
     def on_rows_unread(self, rows: Rows) -> None:
-        """The last reader of these rows has gone, or their writer has completed them."""
+        """A reader of these rows has gone, of some the last, or their writer has completed them."""
 
 
 def keeps_batch_form(policy: CachePolicy, row_method: str, *key_methods: str) -> bool:
