@@ -25,8 +25,6 @@ log = logging.getLogger(__name__)
 
 CLIENT_NAME = "kvquay client 0.1.0"
 RECEIVE_BYTES = 256 << 10
-SPIN_S = 100e-6
-"""An answer usually comes within this time; going to sleep for it would cost as much again."""
 RETRY_S = 0.5
 EAGER_RETRY_S = 0.005
 WARN_EVERY_S = 60.0
@@ -112,12 +110,7 @@ class SocketTransport:
         return data, list(fds)
 
     def wait(self, timeout_s: float) -> None:
-        end = time.perf_counter() + min(timeout_s, SPIN_S)
-        while not self._poll.poll(0):
-            if time.perf_counter() >= end:
-                self._poll.poll(max(0.0, timeout_s) * 1000)
-                return
-            os.sched_yield()
+        self._poll.poll(max(0.0, timeout_s) * 1000)
 
     def close(self) -> None:
         self._socket.close()
