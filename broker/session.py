@@ -259,7 +259,9 @@ class EngineSession:
 
     def take(self, message: wire.TakeHolds) -> None:
         """prepare_load: workers will read these rows; other holds of the request end."""
-        refused = self.view.take(message.request, message.attempt, self._rows_of(message.refs))
+        refused = self.view.take(
+            message.request, message.attempt, self._rows_of(message.refs), more=message.more
+        )
         self.counters.refuse("take of rows not held", len(refused))
 
     def complete_load(self, message: wire.CompleteLoad) -> None:

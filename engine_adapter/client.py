@@ -10,23 +10,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from broker import wire
+from engine_adapter import asking
 from engine_adapter.answers import (
     Answer,
     Event,
     GroupAnswer,
     GroupQuery,
-    GroupState,
     Offer,
     Refs,
     RequestState,
     pack,
-    to_wire,
 )
 from engine_adapter.breaker import Breaker
 from engine_adapter.calls import Calls
@@ -241,33 +240,13 @@ class SchedulerClient:
         return self._ask(state, groups, now)
 
     def _ask(self, state: RequestState, groups: Sequence[GroupQuery], now: float) -> Answer:
-        seq = self.calls.next_seq()
-        message = wire.Lookup(
-            seq=seq,
-            request=state.request,
-            attempt=state.attempt,
-            groups=tuple(to_wire(group) for group in groups),
-        )
-        reply = self.calls.call(message, seq)
-        if not isinstance(reply, wire.LookupReply) or reply.attempt != state.attempt:
+        try:
+            return state.set_answer(asking.lookup(self.calls, state, groups), now)
+        except asking.NoAnswer:
             if self._link.state is LinkState.UP and self.calls.breaker.allows():
                 self._give_up_attempt(state)
-            return Answer(
-                groups=tuple(GroupAnswer(first=0, count=0) for _ in groups),
-                pending=False,
-                asked_at=now,
-            )
-        return state.set_answer(
-            [
-                GroupState(
-                    keys=group.keys,
-                    first=result.first,
-                    refs=np.frombuffer(result.refs, dtype=wire.ROW_REF).copy(),
-                )
-                for group, result in zip(groups, reply.results, strict=True)
-            ],
-            now,
-        )
+        missing = tuple(GroupAnswer(first=0, count=0) for _ in groups)
+        return Answer(groups=missing, pending=False, asked_at=now)
 
     def _on_notice(self, notice: wire.Notice) -> None:
         state = self._requests.get(notice.request)
@@ -285,7 +264,10 @@ class SchedulerClient:
         refs = None if state is None else state.refs_of(keys)
         if state is None or refs is None:
             return None
-        self._link.send(wire.TakeHolds(request=request, attempt=state.attempt, refs=refs.tobytes()))
+        for part, more in asking.parts(refs.tobytes()):
+            self._link.send(
+                wire.TakeHolds(request=request, attempt=state.attempt, refs=part, more=more)
+            )
         for key, ref in zip(keys, refs, strict=True):
             state.transfers[key] = (state.attempt, ref)
         state.forget_answers()
@@ -297,7 +279,7 @@ class SchedulerClient:
         """Workers are done with `keys`; the `failed` ones among them did not verify, and nobody
         will find them again."""
         self._link.check_thread()
-        for attempt, done in self._ended(request, keys).items():
+        for attempt, done in self._ended(request, keys):
             self._link.send(
                 wire.CompleteLoad(
                     request=request,
@@ -307,51 +289,39 @@ class SchedulerClient:
                 )
             )
 
-    def _ended(self, request: str, keys: Sequence[bytes]) -> dict[int, list[tuple[bytes, np.void]]]:
-        """Transfers of `keys` that have ended, by the attempt that began them."""
+    def _ended(
+        self, request: str, keys: Sequence[bytes]
+    ) -> Iterator[tuple[int, list[tuple[bytes, np.void]]]]:
+        """Transfers of `keys` that have ended: the attempt that began them, and at most as many as
+        one message takes."""
         state = self._requests.get(request)
         by_attempt: dict[int, list[tuple[bytes, np.void]]] = {}
-        if state is None:
-            return by_attempt
-        for key in keys:
-            begun = state.transfers.pop(key, None)
+        for key in keys if state is not None else ():
+            begun = state.transfers.pop(key, None) if state is not None else None
             if begun is not None:
                 by_attempt.setdefault(begun[0], []).append((key, begun[1]))
-        return by_attempt
+        for attempt, done in by_attempt.items():
+            for at in range(0, len(done), wire.MAX_KEYS):
+                yield attempt, done[at : at + wire.MAX_KEYS]
 
     # ---- store -------------------------------------------------------------------------------
 
     def prepare_store(self, request: str, keys: Sequence[bytes], positions: Sequence[int]) -> Offer:
-        """Offer chunks (at most 1,024); `positions`: end token of each in the request."""
+        """Offer chunks; `positions`: end token of each in the request."""
         self._link.check_thread()
         if not self.is_ready:
             self._link.poll()
             return Offer()
         state = self._state_of(request)
-        seq = self.calls.next_seq()
-        message = wire.PrepareStore(
-            seq=seq,
-            request=request,
-            attempt=state.attempt,
-            positions=np.array(positions, dtype="<u4").tobytes(),
-            keys=b"".join(keys),
-        )
-        reply = self.calls.call(message, seq)
-        if not isinstance(reply, wire.StoreReply) or reply.attempt != state.attempt:
+        try:
+            offer = asking.offer(self.calls, state, keys, positions)
+        except asking.NoAnswer:
             if self._link.state is LinkState.UP:
                 self._give_up_attempt(state)
             return Offer()
-        accepted = np.frombuffer(reply.accepted, "<u4").tolist()
-        refs = np.frombuffer(reply.refs, wire.ROW_REF)
-        for index, ref in zip(accepted, refs, strict=True):
+        for index, ref in zip(offer.accepted, offer.refs, strict=True):
             state.transfers[keys[index]] = (state.attempt, ref)
-        return Offer(
-            accepted=accepted,
-            refs=refs,
-            present=np.frombuffer(reply.present, "<u4").tolist(),
-            writing=np.frombuffer(reply.writing, "<u4").tolist(),
-            declined=reply.status is wire.StoreStatus.DECLINED,
-        )
+        return offer
 
     def complete_store(
         self,
@@ -363,7 +333,7 @@ class SchedulerClient:
         """Workers have written `keys`, or failed to. `digests`: xxh3-64 of each row, if known."""
         self._link.check_thread()
         known = dict(zip(keys, digests, strict=False))
-        for attempt, done in self._ended(request, keys).items():
+        for attempt, done in self._ended(request, keys):
             self._link.send(
                 wire.CompleteStore(
                     request=request,

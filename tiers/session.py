@@ -61,8 +61,9 @@ class Session(SessionLookups, OffloadingManager):
 
     # ---- loads -------------------------------------------------------------------------------
 
-    def take(self, request: str, attempt: int, rows: RowArray) -> RowArray:
-        """A worker will read these held rows; every other hold of the attempt ends.
+    def take(self, request: str, attempt: int, rows: RowArray, *, more: bool = False) -> RowArray:
+        """A worker will read these held rows; every other hold of the attempt ends, unless `more`
+        are to be taken.
 
         Returns the rows that are not held by this attempt: refused and counted.
         """
@@ -81,8 +82,9 @@ class Session(SessionLookups, OffloadingManager):
         self.rows.unclaim(surplus)
         self._pool.unhold(surplus)
         owned.loading = np.concatenate((owned.loading, taken[~again]))
-        self._release_held(owned)
-        claims.seen.clear()
+        if not more:
+            self._release_held(owned)
+            claims.seen.clear()
         self.hub.refused += len(rows) - len(taken)
         return rows[~mine]
 

@@ -127,14 +127,16 @@ class Lookup(Message):
     groups: tuple[LookupGroup, ...]
 
 
-@message(4, request=NAME, attempt=U32, refs=REFS)
+@message(4, request=NAME, attempt=U32, refs=REFS, more=boolean)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeHolds(Message):
-    """prepare_load: workers will read these held rows; other holds of the attempt end. One-way."""
+    """prepare_load: workers will read these held rows; other holds of the attempt end, unless
+    `more` says that another part of the same list follows. One-way."""
 
     request: str
     attempt: int
     refs: bytes
+    more: bool
 
 
 @message(5, request=NAME, attempt=U32, refs=REFS, failed=REFS)

@@ -80,7 +80,7 @@ EXAMPLES: tuple[wire.Message, ...] = (
     wire.Begin(
         request="r1", namespace=b"", kv_transfer_params={"a": 1}, load_tiers=(("CPU", None),)
     ),
-    wire.TakeHolds(request="r1", attempt=1, refs=refs((3, 1))),
+    wire.TakeHolds(request="r1", attempt=1, refs=refs((3, 1)), more=False),
     wire.CompleteLoad(request="r1", attempt=1, refs=refs((3, 1)), failed=b""),
     wire.Release(request="r1", attempt=1),
     wire.PrepareStore(seq=8, request="r1", attempt=1, positions=words(16, 32), keys=KEY_A + KEY_B),

@@ -1,0 +1,133 @@
+"""Questions of a scheduler that may take several messages: at most 1,024 keys fit into one.
+
+Covers cutting them up and putting the answers together again. What the answers mean for a request
+is in `engine_adapter.answers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from broker import wire
+from engine_adapter.answers import NO_REFS, GroupQuery, GroupState, Offer, RequestState, to_wire
+from engine_adapter.calls import Calls
+
+
+class NoAnswer(Exception):
+    """The broker did not answer in time, or for another attempt."""
+
+
+def lookup(calls: Calls, state: RequestState, groups: Sequence[GroupQuery]) -> list[GroupState]:
+    """Answers for every group. NoAnswer if one message got none.
+
+    A prefix is asked piece by piece until a piece ends with a MISS, so that nothing behind it is
+    held or promoted; a window is searched in the last 1,024 keys.
+    """
+    found = [GroupState(keys=group.keys, first=0, refs=NO_REFS) for group in groups]
+    open_groups = list(range(len(groups)))
+    while open_groups:
+        pieces, room = [], wire.MAX_KEYS
+        for number in open_groups[: wire.MAX_GROUPS]:
+            if room <= 0:
+                break
+            piece, at = _next_piece(groups[number], len(found[number].refs), room)
+            pieces.append((number, piece, at))
+            room -= len(piece.keys)
+        results = _ask(calls, state, [piece for _, piece, _ in pieces])
+        for (number, piece, at), result in zip(pieces, results, strict=True):
+            refs = np.frombuffer(result.refs, dtype=wire.ROW_REF)
+            group = found[number]
+            if piece.window is not None:
+                group.first, group.refs = at + result.first, refs.copy()
+                open_groups.remove(number)
+                continue
+            group.refs = np.concatenate((group.refs, refs))
+            ended = not len(refs) or refs[-1]["row"] == wire.ROW_MISS
+            if ended or len(group.refs) == len(group.keys):
+                open_groups.remove(number)
+    return found
+
+
+def _next_piece(group: GroupQuery, done: int, room: int) -> tuple[GroupQuery, int]:
+    """What to ask next of a group, and at which of its keys that begins."""
+    if group.window is not None:
+        at = max(0, len(group.keys) - room)
+        first_window = group.first_window if at == 0 else group.window
+    else:
+        at, first_window = done, group.first_window
+    if at == 0 and len(group.keys) <= room:
+        return group, 0
+    end = len(group.keys) if group.window is not None else at + room
+    piece = replace(
+        group,
+        keys=group.keys[at:end],
+        positions=group.positions[at:end],
+        start=group.start + at,
+        first_window=first_window,
+    )
+    return piece, at
+
+
+def _ask(
+    calls: Calls, state: RequestState, pieces: Sequence[GroupQuery]
+) -> Sequence[wire.GroupResult]:
+    seq = calls.next_seq()
+    message = wire.Lookup(
+        seq=seq,
+        request=state.request,
+        attempt=state.attempt,
+        groups=tuple(to_wire(piece) for piece in pieces),
+    )
+    reply = calls.call(message, seq)
+    if not isinstance(reply, wire.LookupReply) or reply.attempt != state.attempt:
+        raise NoAnswer
+    return reply.results
+
+
+def offer(
+    calls: Calls, state: RequestState, keys: Sequence[bytes], positions: Sequence[int]
+) -> Offer:
+    """Offer chunks to store. NoAnswer if a message got none; what it held ends with the attempt."""
+    accepted: list[int] = []
+    present: list[int] = []
+    writing: list[int] = []
+    refs = [NO_REFS]
+    declined = False
+    for at in range(0, len(keys), wire.MAX_KEYS):
+        end = at + wire.MAX_KEYS
+        seq = calls.next_seq()
+        message = wire.PrepareStore(
+            seq=seq,
+            request=state.request,
+            attempt=state.attempt,
+            positions=np.asarray(positions[at:end], dtype="<u4").tobytes(),
+            keys=b"".join(keys[at:end]),
+        )
+        reply = calls.call(message, seq)
+        if not isinstance(reply, wire.StoreReply) or reply.attempt != state.attempt:
+            raise NoAnswer
+        for indexes, packed in (
+            (accepted, reply.accepted),
+            (present, reply.present),
+            (writing, reply.writing),
+        ):
+            indexes.extend((np.frombuffer(packed, "<u4") + at).tolist())
+        refs.append(np.frombuffer(reply.refs, wire.ROW_REF))
+        declined = declined or reply.status is wire.StoreStatus.DECLINED
+    return Offer(
+        accepted=accepted,
+        refs=np.concatenate(refs),
+        present=present,
+        writing=writing,
+        declined=declined,
+    )
+
+
+def parts(packed: bytes) -> Iterator[tuple[bytes, bool]]:
+    """Packed row references, 1,024 at a time, and whether more follow; one part if empty."""
+    size = wire.MAX_KEYS * wire.ROW_REF.itemsize
+    for at in range(0, max(1, len(packed)), size):
+        yield packed[at : at + size], at + size < len(packed)
