@@ -136,17 +136,23 @@ class EventFd:
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Re-entrant, since a signal handler may ring while its own thread does. Guards `_fd`: once
+        # closed, the number may be another file's, which must not be written to.
+        self._lock = threading.RLock()
 
     def fileno(self) -> int:
         """Descriptor for a selector; -1 once closed."""
         return self._fd
 
     def ring(self) -> None:
-        """Wake whoever waits. Never blocks."""
-        try:
-            os.eventfd_write(self._fd, 1)
-        except BlockingIOError:
-            return  # the counter is full: it has been rung, which is all that counts
+        """Wake whoever waits. Never blocks; does nothing once closed."""
+        with self._lock:
+            if self._fd < 0:
+                return
+            try:
+                os.eventfd_write(self._fd, 1)
+            except BlockingIOError:
+                return  # the counter is full: it has been rung, which is all that counts
 
     def drain(self) -> bool:
         """Silence the bell; returns whether it had been rung."""
@@ -158,9 +164,10 @@ class EventFd:
 
     def close(self) -> None:
         """Give the descriptor back; a second close does nothing."""
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            os.close(fd)
+        with self._lock:
+            if self._fd >= 0:
+                fd, self._fd = self._fd, -1
+                os.close(fd)
 
 
 def exit_with_parent(pipe_fd: int, exit_code: int = 1) -> threading.Thread:
