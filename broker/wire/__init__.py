@@ -8,7 +8,7 @@ Meaning, direction and byte examples of every message are in docs/wire.md.
 from __future__ import annotations
 
 from broker.wire.codec import FrameReader, decode, encode
-from broker.wire.namespace import namespace_digest
+from broker.wire.namespace import Field, namespace_digest
 from broker.wire.registry import MESSAGE_CODES, MESSAGE_TYPES, Message
 from broker.wire.to_broker import (
     Attach,
@@ -100,6 +100,7 @@ __all__ = [
     "ErrorCode",
     "Event",
     "Events",
+    "Field",
     "Finish",
     "FrameReader",
     "GroupResult",

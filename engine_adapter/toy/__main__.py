@@ -14,8 +14,7 @@ import time
 
 import torch
 
-from engine_adapter.toy.cache import BrokerCache
-from engine_adapter.toy.engine import OutOfBlocks, ToyEngine
+from engine_adapter.toy.engine import OutOfBlocks, ToyEngine, open_cache
 from engine_adapter.toy.model import ToyConfig
 
 READY_S = 30.0
@@ -31,7 +30,7 @@ def main() -> int:
     config = ToyConfig()
     cache = None
     if arguments.socket is not None:
-        cache = BrokerCache(arguments.socket, arguments.engine_id, config)
+        cache = open_cache(arguments.socket, arguments.engine_id, config)
         if not cache.wait_ready(READY_S):
             print(f"no broker within {READY_S:g} s: computing everything", file=sys.stderr)
     engine = ToyEngine(config, cache)

@@ -5,35 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from engine_adapter.simple import Chunk, SimpleCache
 from engine_adapter.toy.model import ToyConfig, ToyModel
 
 PAGE_BYTES = 4096
 GROUP = b"\0\0\0\0"
 FIRST_PARENT = hashlib.sha256(b"kvquay toy").digest()
-
-Chunk = NDArray[np.uint8]
-
-
-class ChunkCache(Protocol):
-    """What the engine wants of a cache. No call fails; a cache that is gone has nothing."""
-
-    def load(
-        self, request: str, keys: Sequence[bytes], positions: Sequence[int], into: Sequence[Chunk]
-    ) -> int:
-        """Fill the first chunks of `into`; how many are there and good, from the first on."""
-
-    def store(
-        self, request: str, keys: Sequence[bytes], positions: Sequence[int], chunks: Sequence[Chunk]
-    ) -> int:
-        """Keep chunks; how many were kept."""
-
-    def finish(self, request: str) -> None:
-        """The request has ended."""
 
 
 class OutOfBlocks(Exception):
@@ -56,6 +36,17 @@ def row_bytes(config: ToyConfig) -> int:
     return -(-size // PAGE_BYTES) * PAGE_BYTES
 
 
+def open_cache(socket: str, engine_id: str, config: ToyConfig) -> SimpleCache:
+    """The broker at `socket` as the cache of an engine of this configuration."""
+    return SimpleCache(
+        socket,
+        engine_id,
+        row_bytes=row_bytes(config),
+        key_bytes=32 + len(GROUP),
+        kv_depends_on=config.kv_depends_on(),
+    )
+
+
 def block_keys(tokens: Sequence[int], block_tokens: int) -> list[bytes]:
     """Keys of the full blocks: each hash covers its tokens and all before them."""
     parent, keys = FIRST_PARENT, []
@@ -68,7 +59,7 @@ def block_keys(tokens: Sequence[int], block_tokens: int) -> list[bytes]:
 class ToyEngine:
     """One request at a time, on one thread."""
 
-    def __init__(self, config: ToyConfig, cache: ChunkCache | None = None) -> None:
+    def __init__(self, config: ToyConfig, cache: SimpleCache | None = None) -> None:
         self.config = config
         self._model = ToyModel(config)
         self._cache = cache

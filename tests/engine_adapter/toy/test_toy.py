@@ -10,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from engine_adapter.toy.cache import BrokerCache  # noqa: E402
-from engine_adapter.toy.engine import OutOfBlocks, ToyEngine, block_keys, row_bytes  # noqa: E402
+from engine_adapter.simple import SimpleCache  # noqa: E402
+from engine_adapter.toy.engine import OutOfBlocks, ToyEngine, block_keys, open_cache, row_bytes  # noqa: E402
 from engine_adapter.toy.model import ToyConfig  # noqa: E402
 from tests.broker.harness import TestBroker, running  # noqa: E402
 
@@ -34,8 +34,8 @@ def broker(tmp_path: Path) -> Iterator[TestBroker]:
         yield test_broker
 
 
-def engine_at(broker: TestBroker, name: str) -> tuple[ToyEngine, BrokerCache]:
-    cache = BrokerCache(broker.path, name, CONFIG)
+def engine_at(broker: TestBroker, name: str) -> tuple[ToyEngine, SimpleCache]:
+    cache = open_cache(broker.path, name, CONFIG)
     assert cache.wait_ready(5)
     return ToyEngine(CONFIG, cache), cache
 
@@ -101,7 +101,7 @@ def test_another_model_shares_nothing(broker: TestBroker) -> None:
     a, a_cache = engine_at(broker, "a")
     a.generate(PREFIX, 1)
     other = ToyConfig(seed=8)
-    cache = BrokerCache(broker.path, "b", other)
+    cache = open_cache(broker.path, "b", other)
     assert cache.wait_ready(5)
     assert ToyEngine(other, cache).generate(PREFIX, 1).loaded_blocks == 0
     a_cache.close()
@@ -109,7 +109,7 @@ def test_another_model_shares_nothing(broker: TestBroker) -> None:
 
 
 def test_without_a_broker_everything_is_computed(tmp_path: Path) -> None:
-    cache = BrokerCache(str(tmp_path / "none"), "a", CONFIG)
+    cache = open_cache(str(tmp_path / "none"), "a", CONFIG)
     answer = ToyEngine(CONFIG, cache).generate(PREFIX, TOKENS)
     assert answer.loaded_blocks == answer.stored_blocks == 0
     assert answer.tokens == ToyEngine(CONFIG).generate(PREFIX, TOKENS).tokens

@@ -1,34 +1,46 @@
-"""The broker as the toy engine's cache of chunks: scheduler and worker in one process."""
+"""The broker as a plain, waiting cache of chunks, for an engine of one process and one thread.
+
+Scheduler and worker in one; nothing fails: a broker that is absent or dead has nothing and keeps
+nothing. Engines with workers of their own use `engine_adapter.client` and `.worker` instead.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from broker import wire
 from engine_adapter.answers import GroupQuery
 from engine_adapter.client import SchedulerClient
-from engine_adapter.toy.engine import GROUP, Chunk, row_bytes
-from engine_adapter.toy.model import ToyConfig
 from engine_adapter.worker import WorkerClient
 
-KEY_BYTES = 32 + len(GROUP)
+Chunk = NDArray[np.uint8]
 PENDING_S = 5.0
 
 
-class BrokerCache:
-    """A `ChunkCache` that is a broker. Absent or dead, it has nothing and keeps nothing."""
+class SimpleCache:
+    """See the module."""
 
-    def __init__(self, socket: str, engine_id: str, config: ToyConfig) -> None:
-        size = row_bytes(config)
-        self.worker = WorkerClient(socket, engine_id=engine_id, row_bytes=size, key_bytes=KEY_BYTES)
+    def __init__(
+        self,
+        socket: str,
+        engine_id: str,
+        *,
+        row_bytes: int,
+        key_bytes: int,
+        kv_depends_on: Mapping[str, wire.Field],
+        call_timeout_s: float = 0.5,
+    ) -> None:
+        names = {"engine_id": engine_id, "row_bytes": row_bytes, "key_bytes": key_bytes}
+        self.worker = WorkerClient(socket, **names)  # type: ignore[arg-type]
         self.client = SchedulerClient(
             socket,
-            engine_id=engine_id,
-            namespace=wire.namespace_digest(config.kv_depends_on()),
-            row_bytes=size,
-            key_bytes=KEY_BYTES,
-            call_timeout_s=0.5,
+            namespace=wire.namespace_digest(kv_depends_on),
+            call_timeout_s=call_timeout_s,
+            **names,  # type: ignore[arg-type]
         )
 
     def wait_ready(self, timeout_s: float) -> bool:
@@ -38,7 +50,7 @@ class BrokerCache:
     def load(
         self, request: str, keys: Sequence[bytes], positions: Sequence[int], into: Sequence[Chunk]
     ) -> int:
-        """As ChunkCache."""
+        """Fill the first chunks of `into`; how many are there and good, from the first on."""
         self.step()
         query = GroupQuery(group=0, keys=keys, positions=positions)
         answer = self.client.lookup(request, [query])
@@ -58,7 +70,7 @@ class BrokerCache:
     def store(
         self, request: str, keys: Sequence[bytes], positions: Sequence[int], chunks: Sequence[Chunk]
     ) -> int:
-        """As ChunkCache."""
+        """Keep chunks; how many were kept."""
         self.step()
         offer = self.client.prepare_store(request, keys, positions)
         accepted = [keys[index] for index in offer.accepted]
@@ -69,7 +81,7 @@ class BrokerCache:
         return len(accepted)
 
     def finish(self, request: str) -> None:
-        """As ChunkCache."""
+        """The request has ended."""
         self.client.finish(request)
         self.step()
 
