@@ -211,7 +211,8 @@ class EngineSession:
                     )
                 )
             )
-        self.view.begin(message.request, ctx)
+        old = self.view.requests.get(message.request)
+        self.view.begin(message.request, ctx, 1 if old is None else old.attempt + 1)
 
     def lookup(self, message: wire.Lookup) -> None:
         """Answer for each group, as far as it goes; HITs are held from now on."""
@@ -244,11 +245,11 @@ class EngineSession:
     def _ensure(self, request: str, attempt: int) -> bool:
         """Begin the request if its first message does; whether the attempt is live."""
         claims = self.view.requests.get(request)
-        if claims is None:
+        if claims is None or (claims.finished and attempt > claims.attempt):
             self.view.begin(request, attempt=attempt)
             return True
         if claims.finished:
-            self.view.begin(request, attempt=max(attempt, claims.attempt))
+            return False
         return attempt >= self.view.requests[request].attempt
 
     def _refs(self, answers: RowArray) -> bytes:

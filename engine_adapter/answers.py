@@ -105,11 +105,12 @@ class GroupState:
 
 @dataclass(slots=True)
 class RequestState:
-    """A request of this engine. `attempt` grows whenever earlier answers stop meaning anything."""
+    """A request of this engine. `attempt` grows whenever earlier answers stop meaning anything;
+    `finished`: only its transfers are still to end."""
 
     request: str
-    attempt: int = 1
-    begun: bool = False
+    attempt: int
+    finished: bool = False
     groups: list[GroupState] | None = None
     answer: Answer | None = None
     used_at: float = 0.0

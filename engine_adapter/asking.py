@@ -17,7 +17,12 @@ from engine_adapter.calls import Calls
 
 
 class NoAnswer(Exception):
-    """The broker did not answer in time, or for another attempt."""
+    """The broker did not answer in time, or for another attempt. `replies` are the parts that did
+    get an answer: rows that nobody will write."""
+
+    def __init__(self, replies: Sequence[wire.Message] = ()) -> None:
+        super().__init__()
+        self.replies = replies
 
 
 def lookup(calls: Calls, state: RequestState, groups: Sequence[GroupQuery]) -> list[GroupState]:
@@ -96,6 +101,7 @@ def offer(
     writing: list[int] = []
     refs = [NO_REFS]
     declined = False
+    replies: list[wire.Message] = []
     for at in range(0, len(keys), wire.MAX_KEYS):
         end = at + wire.MAX_KEYS
         seq = calls.next_seq()
@@ -107,8 +113,10 @@ def offer(
             keys=b"".join(keys[at:end]),
         )
         reply = calls.call(message, seq)
+        if reply is not None:
+            replies.append(reply)
         if not isinstance(reply, wire.StoreReply) or reply.attempt != state.attempt:
-            raise NoAnswer
+            raise NoAnswer(replies)
         for indexes, packed in (
             (accepted, reply.accepted),
             (present, reply.present),

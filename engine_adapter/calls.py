@@ -42,7 +42,9 @@ class Calls:
             self.breaker.failed()
         return reply
 
-    def on_reply(self, message: wire.Message) -> None:
-        """An answer came. One that is too late means nothing: its attempt was cancelled."""
+    def on_reply(self, message: wire.Message) -> bool:
+        """An answer came; False if nobody waits for it any more."""
         if getattr(message, "seq", 0) == self._awaited != 0:
             self._reply = message
+            return True
+        return False

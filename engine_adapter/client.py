@@ -8,6 +8,7 @@ The workers' side, which touches the memory, is `engine_adapter.worker`.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -84,6 +85,9 @@ class SchedulerClient:
         )
         self.calls = Calls(self._link, Breaker(clock), call_timeout_s)
         self._requests: dict[str, RequestState] = {}
+        self._attempts = itertools.count(1)
+        """Numbers of attempts grow over all requests, so that a request whose name is used again
+        never takes the number of an attempt that still moves data."""
         self._events: list[Event] = []
         self._swept_at = clock()
         self.attached: wire.Attached | None = None
@@ -123,8 +127,7 @@ class SchedulerClient:
         for request in self._requests.values():
             request.forget_answers()
             request.transfers.clear()
-            request.attempt += 1
-            request.begun = False
+            request.attempt = next(self._attempts)
 
     def _on_message(self, message: wire.Message, fds: list[int]) -> None:
         for fd in fds:  # a scheduler maps nothing
@@ -144,8 +147,22 @@ class SchedulerClient:
             self._new_attempts()
         elif isinstance(message, wire.MemoryReplaced):
             self._link.reconnect("the broker has new memory")
-        else:
-            self.calls.on_reply(message)
+        elif not self.calls.on_reply(message):
+            self._on_late_reply(message)
+
+    def _on_late_reply(self, message: wire.Message) -> None:
+        """The call has timed out and its attempt was cancelled, which ends holds. Rows reserved for
+        a store stay apart until their writer is done: no worker was told of these, so they are."""
+        if isinstance(message, wire.StoreReply) and message.refs:
+            self._link.send(
+                wire.CompleteStore(
+                    request=message.request,
+                    attempt=message.attempt,
+                    refs=message.refs,
+                    success=False,
+                    digests=b"",
+                )
+            )
 
     def _new_attempts(self) -> None:
         """Answers so far mean nothing; what they held is released, and asked for anew."""
@@ -155,7 +172,7 @@ class SchedulerClient:
 
     def _give_up_attempt(self, request: RequestState) -> None:
         self._link.send(wire.Cancel(request=request.request, attempt=request.attempt))
-        request.attempt += 1
+        request.attempt = next(self._attempts)
         request.forget_answers()
 
     def _split(self, packed: bytes) -> list[bytes]:
@@ -175,9 +192,9 @@ class SchedulerClient:
         """A request begins. Needed only if it has an adapter (16-byte digest of its files) or
         parameters; otherwise its first lookup or store begins it."""
         self._link.check_thread()
-        state = self._requests[request] = RequestState(request)
+        self._new_state(request)
         if adapter or kv_transfer_params is not None or load_tiers is not None:
-            state.begun = self._link.send(
+            self._link.send(
                 wire.Begin(
                     request=request,
                     namespace=adapter,
@@ -186,11 +203,17 @@ class SchedulerClient:
                 )
             )
 
+    def _new_state(self, request: str) -> RequestState:
+        """A request begins; transfers of an earlier one of its name may still be running."""
+        old = self._requests.get(request)
+        state = self._requests[request] = RequestState(request, attempt=next(self._attempts))
+        if old is not None:
+            state.transfers = old.transfers
+        return state
+
     def _state_of(self, request: str) -> RequestState:
         state = self._requests.get(request)
-        if state is None:
-            state = self._requests[request] = RequestState(request)
-        return state
+        return self._new_state(request) if state is None or state.finished else state
 
     def preempted(self, request: str) -> None:
         """The request starts over: earlier answers are void."""
@@ -209,6 +232,7 @@ class SchedulerClient:
         if not state.transfers:
             del self._requests[request]
         else:
+            state.finished = True
             state.forget_answers()
 
     def _release_unused(self, now: float) -> None:
@@ -300,6 +324,8 @@ class SchedulerClient:
             begun = state.transfers.pop(key, None) if state is not None else None
             if begun is not None:
                 by_attempt.setdefault(begun[0], []).append((key, begun[1]))
+        if state is not None and state.finished and not state.transfers:
+            del self._requests[request]
         for attempt, done in by_attempt.items():
             for at in range(0, len(done), wire.MAX_KEYS):
                 yield attempt, done[at : at + wire.MAX_KEYS]
@@ -315,7 +341,9 @@ class SchedulerClient:
         state = self._state_of(request)
         try:
             offer = asking.offer(self.calls, state, keys, positions)
-        except asking.NoAnswer:
+        except asking.NoAnswer as none:
+            for reply in none.replies:
+                self._on_late_reply(reply)
             if self._link.state is LinkState.UP:
                 self._give_up_attempt(state)
             return Offer()

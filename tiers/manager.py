@@ -76,17 +76,12 @@ class TieringOffloadingManager(OffloadingManager):
         self._promotions_held = False
         self._processed_jobs_this_step = False
         self._req_state: dict[str, RequestState] = {}
-        row_bytes = primary_tier.get_kv_memoryview().strides
-        self._metrics = TieringMetricsTracker(
-            [tier.tier_type for tier in self.secondary_tiers],
-            self._rows.num_rows,
-            row_bytes[0] if row_bytes else 0,
-        )
+        strides = primary_tier.get_kv_memoryview().strides
+        types = [tier.tier_type for tier in self.secondary_tiers]
+        row_bytes = strides[0] if strides else 0
+        self._metrics = TieringMetricsTracker(types, self._rows.num_rows, row_bytes)
         self.transfers = Transfers(primary_tier, self.secondary_tiers, self._metrics)
-        self._tier_parents = [
-            TierFacingParent(self, idx) for idx in range(len(self.secondary_tiers))
-        ]
-        self._tier_index = {id(tier): idx for idx, tier in enumerate(self.secondary_tiers)}
+        self._tier_parents = [TierFacingParent(self, i) for i in range(len(self.secondary_tiers))]
         self._sessions: Sessions | None = None
         self._polled_tiers = [t for t in self.secondary_tiers if t.serves_external_requests]
         self._poller: TierPoller | None = None
@@ -126,8 +121,9 @@ class TieringOffloadingManager(OffloadingManager):
         gate, self._processed_jobs_this_step = self._processed_jobs_this_step, True
         try:
             self.transfers.collect(self._polled_tiers)
-            for tier in self._polled_tiers:
-                tier.serve_external_requests(self._tier_parents[self._tier_index[id(tier)]])
+            for tier, parent in zip(self.secondary_tiers, self._tier_parents, strict=True):
+                if tier.serves_external_requests:
+                    tier.serve_external_requests(parent)
         finally:
             self._processed_jobs_this_step = gate
 
@@ -299,6 +295,9 @@ class TieringOffloadingManager(OffloadingManager):
             if idx != exclude_tier_idx
             and tier.on_new_request(req_context).policy is OffloadPolicy.REQUEST_LEVEL
         }
+        old = self._req_state.get(req_context.req_id)
+        if old is not None and old.is_finished:
+            self._tell_finished(old, exclude_tier_idx)
         self._req_state[req_context.req_id] = RequestState(
             req_context, request_level_tiers=wanting or None
         )
@@ -321,6 +320,9 @@ class TieringOffloadingManager(OffloadingManager):
         if not state.is_finished or state.pending_primary_stores or state.pending_cascade_keys:
             return
         del self._req_state[req_id]
+        self._tell_finished(state, exclude_tier_idx)
+
+    def _tell_finished(self, state: RequestState, exclude_tier_idx: int | None) -> None:
         for idx, tier in enumerate(self.secondary_tiers):
             if idx != exclude_tier_idx:
                 tier.on_request_finished(state.req_context)
@@ -353,8 +355,6 @@ class TieringOffloadingManager(OffloadingManager):
         yield from self.primary_tier.take_events()
         for tier in self.secondary_tiers:
             yield from tier.take_events()
-
-    # ---- reset, figures, end -----------------------------------------------------------------
 
     def reset_cache(self) -> None:
         """Empty the primary tier; what the tiers keep stays theirs. Blocks until they are idle."""

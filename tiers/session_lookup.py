@@ -48,26 +48,23 @@ class SessionLookups:
     # ---- requests ----------------------------------------------------------------------------
 
     def begin(self, request: str, ctx: ReqContext | None = None, attempt: int = 1) -> RequestClaims:
-        """A request begins; one of the same id that still moves data is cancelled first.
+        """A request begins. One of the same id is cancelled first; what it still moves ends by its
+        completion, under the attempt that began it.
 
         `ctx` is what tiers see; its req_id is replaced by one that is unique across sessions.
         """
         old = self.requests.get(request)
         if old is not None:
-            self._abandon_request(old)
+            self.cancel(request, old.attempt)
+            self.finish(request)
         ctx = ReqContext("") if ctx is None else ctx
         ctx.req_id = f"{self.session_id}/{request}"
         claims = RequestClaims(request, ctx, attempt, self.hub.deadlines.request_s)
+        if old is not None:
+            claims.attempts = old.attempts  # what still moves ends by its own completion
         self.requests[request] = claims
         self.manager.on_new_request(ctx)
         return claims
-
-    def _abandon_request(self, claims: RequestClaims) -> None:
-        """A new request takes over the id: transfers that run become nobody's."""
-        self.cancel(claims.request, claims.attempt)
-        self.finish(claims.request)
-        self.lost.extend(claims.attempts.values())
-        self.requests.pop(claims.request, None)
 
     def _of(self, request: str, attempt: int) -> RequestClaims | None:
         """The live request at this attempt, or None if the attempt is over."""

@@ -12,7 +12,10 @@ from tests.races.world import World
 EVENTS = (
     *("reply", "timeout", "ready", "fail", "evict", "end", "preempt", "reset", "patience"),
     *("engine_death", "worker_death", "broker_death", "step", "take", "copy", "lookup"),
+    *("offer", "write", "reattach"),
 )
+WARM = ("take", "copy", "broker_death", "reattach", "evict", "end", "preempt", "reset", "patience")
+STORE = ("offer", "write", "preempt", "evict", "reset", "broker_death", "reattach", "end")
 QUICK, DEEP = 3, 4
 
 
@@ -23,8 +26,8 @@ def schedules(length: int, first: str) -> Iterator[tuple[str, ...]]:
         yield ("lookup", first, *others)
 
 
-def run(keys: int, schedule: tuple[str, ...]) -> None:
-    world = World(keys, schedule)
+def run(keys: int, schedule: tuple[str, ...], *, warm: bool = False) -> None:
+    world = World(keys, schedule, warm=warm)
     try:
         world.run()
     except BaseException as error:
@@ -37,6 +40,20 @@ def run(keys: int, schedule: tuple[str, ...]) -> None:
 def test_every_order_of_three_events(first: str, keys: int) -> None:
     for schedule in schedules(QUICK, first):
         run(keys, schedule)
+
+
+@pytest.mark.parametrize("first", WARM)
+def test_every_order_around_a_load(first: str) -> None:
+    rest = [event for event in WARM if event != first]
+    for others in itertools.permutations(rest, 4):
+        run(2, (first, *others), warm=True)
+
+
+@pytest.mark.parametrize("first", STORE)
+def test_every_order_around_a_store(first: str) -> None:
+    rest = [event for event in STORE if event != first]
+    for others in itertools.permutations(rest, 4):
+        run(1, (first, *others), warm=True)
 
 
 @pytest.mark.all_combinations
@@ -53,8 +70,10 @@ def test_the_checker_sees_a_broken_promise() -> None:
         continue
     assert world.refs is not None
     row = int(world.refs["row"][0])
-    world.memory._map[world.memory.rows_offset + row * 4096] ^= 0xFF
+    at = world.memory.rows_offset + row * 4096
+    world.memory._map[at] ^= 0xFF
     world.do_copy()
     assert world.wrong
+    world.memory._map[at] ^= 0xFF
     world.wrong.clear()
     world.run()

@@ -31,6 +31,13 @@ ROWS = 8
 ROW = 4096
 KEY = 36
 CALL_TIMEOUT_S = 0.02
+FROM_OUTSIDE = frozenset(
+    (
+        *("reply", "timeout", "ready", "fail", "evict", "patience"),
+        *("engine_death", "worker_death", "broker_death"),
+    )
+)
+"""Events that can overtake a call of the engine; all others are calls of the engine itself."""
 
 
 def wire_key(number: int) -> bytes:
@@ -80,8 +87,11 @@ class Pipe:
     def wait(self, timeout_s: float) -> None:
         if self.arrived or not self.is_open:
             return
-        if not self.world.run_next_event():
-            self.let_through()  # nothing else happens: the answer comes
+        schedule = self.world.schedule
+        if schedule and schedule[0] in FROM_OUTSIDE:
+            self.world.run_next_event()
+        else:  # what the engine itself does next must wait for this call: the answer comes
+            self.let_through()
             if not self.arrived:
                 self.world.clock.advance(timeout_s)
 
@@ -110,7 +120,9 @@ class PipePort:
 class World:
     """See the module. `schedule` names events; `run` runs them all and then lets things settle."""
 
-    def __init__(self, keys: int, schedule: Iterable[str]) -> None:
+    def __init__(self, keys: int, schedule: Iterable[str], *, warm: bool = False) -> None:
+        """`keys` are the prompt's; all but the last are there, the last is being stored by somebody
+        else. With `warm` all are there and have been looked up."""
         self.keys = [wire_key(n) for n in range(keys)]
         self.schedule = deque(schedule)
         self.clock = FakeClock()
@@ -144,9 +156,14 @@ class World:
         # somebody else is storing the last key; those before are there
         self.other = self.pool.manager.session("other")
         self._other_store([*self.keys[:-1]], "done", complete=True)
-        self._other_store([self.keys[-1]], "running", complete=False)
+        self._other_store([self.keys[-1]], "running", complete=warm)
         self.answer: Answer | None = None
-        self.lookups = 0
+        self.offered: list[bytes] = []
+        self.offer_refs: Refs | None = None
+        self.lost = False
+        """Whether the broker has forgotten what this engine owned: refusals are right then."""
+        if warm:
+            self.do_lookup()
 
     # ---- the broker ----------------------------------------------------------------------------
 
@@ -177,7 +194,7 @@ class World:
                 world=1,
                 key_bytes=KEY,
                 counters=self.counters,
-                on_idle=lambda gone: self.engines.pop("e", None) and None,
+                on_idle=self._forget,
                 on_left=lambda pool, namespace: pool.discard_namespace(namespace),
             )
         is_worker = message.role is wire.Role.WORKER
@@ -206,6 +223,9 @@ class World:
         if is_worker:
             self.pool.frozen = False  # the only one who had mapped the memory before
         engine.join(member)
+
+    def _forget(self, engine: EngineSession) -> None:
+        self.engines.pop(engine.engine_id, None)
 
     def broker_tells(self) -> None:
         for engine in list(self.engines.values()):
@@ -253,7 +273,6 @@ class World:
 
     def do_lookup(self) -> None:
         if self.alive:
-            self.lookups += 1
             began = self.clock.now
             before = len(self.schedule)
             query = GroupQuery(
@@ -317,6 +336,29 @@ class World:
         if self.alive:
             self.client.complete_load("r", self.keys[: len(refs)])
 
+    def do_offer(self) -> None:
+        """prepare_store of a chunk that nobody has."""
+        if self.alive and self.offer_refs is None:
+            offer = self.client.prepare_store("r", [wire_key(50)], [16])
+            if len(offer.accepted):
+                self.offered, self.offer_refs = [wire_key(50)], offer.refs
+
+    def do_write(self) -> None:
+        """The worker writes what was offered, and the scheduler says so."""
+        if self.offer_refs is None or not self.worker_alive:
+            return
+        refs, self.offer_refs = self.offer_refs, None
+        good = self.worker.store(refs, [bytes_of(chunk) for chunk in self.offered])
+        if self.alive:
+            self.client.complete_store("r", self.offered, success=bool(good.all()))
+
+    def do_reattach(self) -> None:
+        """Time for a new connection, and all of its messages."""
+        for _ in range(3):
+            self.clock.advance(0.6)
+            self.do_step()
+            self.do_reply()
+
     def do_end(self) -> None:
         if self.alive:
             self.client.finish("r")
@@ -329,6 +371,7 @@ class World:
 
     def do_reset(self) -> None:
         if self.alive:
+            self.lost = True
             self.client.reset("v2")
             self.answer = None
 
@@ -341,6 +384,7 @@ class World:
         self.worker_alive = False
 
     def _kill(self, which: Callable[[Member], bool]) -> None:
+        self.lost = True
         for pipe in self.pipes:
             if pipe.is_open and pipe.engine and pipe.member and which(pipe.member):
                 pipe.is_open = False
@@ -349,6 +393,7 @@ class World:
 
     def do_broker_death(self) -> None:
         """All it knew is gone; the memory and who mapped it stay."""
+        self.lost = True
         for pipe in self.pipes:
             pipe.is_open = False
             pipe.held.clear()
@@ -362,6 +407,9 @@ class World:
         """Everything of the schedule, then what must follow; then nothing may be left."""
         while self.run_next_event():
             continue
+        if not self.lost:
+            assert not self.counters.refused, self.counters.refused
+        self._check_contents()
         self._end_running(False)
         for _ in range(8):
             self.do_step()
@@ -370,8 +418,10 @@ class World:
             self.pool.hub.tick()
             self.broker_tells()
         self.do_copy()
+        self.do_write()
         if self.alive and self.worker_alive:
             self._still_works()
+        self._check_contents()
         self.do_end()
         for _ in range(3):
             self.do_step()
@@ -384,6 +434,17 @@ class World:
         assert not self.pool.hub.waiting
         assert not self.pool.hub._waiters
         self.close()
+
+    def _check_contents(self) -> None:
+        """V3: every readable row holds the bytes of the key that leads to it."""
+        rows = self.pool.hub.rows
+        flat = np.frombuffer(self.memory._map, dtype=np.uint8, offset=self.memory.rows_offset)
+        for row in range(ROWS):
+            if rows.slots.ref_cnt[row] >= 0:
+                chunk = rows.key_of(row)
+                assert chunk is not None
+                found = flat[row * ROW : row * ROW + 64]
+                assert np.array_equal(found, bytes_of(chunk[16:])), f"row {row} has other bytes"
 
     def _still_works(self) -> None:
         """Whatever happened, the engine is attached again and can be served."""
