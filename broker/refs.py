@@ -21,6 +21,13 @@ def split_keys(packed: bytes, size: int, namespace: bytes) -> list[OffloadKey]:
     return [OffloadKey(namespace + packed[at : at + size]) for at in range(0, len(packed), size)]
 
 
+def read_positions(packed: bytes, keys: int) -> NDArray[np.uint32]:
+    """End tokens, one per key. Malformed if there are more or fewer."""
+    if len(packed) != 4 * keys:
+        raise wire.Malformed(f"{len(packed)} bytes of positions for {keys} keys, 4 bytes each")
+    return np.frombuffer(packed, dtype="<u4")
+
+
 def pack_answers(answers: RowArray, pool: Pool) -> bytes:
     """Rows with their generations; what is not a row (negative) as the wire's special rows."""
     refs = np.zeros(len(answers), dtype=wire.ROW_REF)

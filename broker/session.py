@@ -17,7 +17,14 @@ import numpy as np
 from broker import wire
 from broker.members import Counters, Epoch, Member, effective_namespace
 from broker.pool import NAMESPACE_BYTES, Pool
-from broker.refs import pack_answers, pack_indexes, split_keys, tier_filter, unpack_rows
+from broker.refs import (
+    pack_answers,
+    pack_indexes,
+    read_positions,
+    split_keys,
+    tier_filter,
+    unpack_rows,
+)
 from tiers.base import ReqContext
 from tiers.ledger import RowArray
 from tiers.session import MISS, Session
@@ -222,7 +229,7 @@ class EngineSession:
             namespace = self._namespace_of(request)
             for group in message.groups:
                 keys = split_keys(group.keys, self.key_bytes, namespace)
-                positions = np.frombuffer(group.positions, dtype="<u4")
+                positions = read_positions(group.positions, len(keys))
                 first = 0
                 if group.mode == wire.LookupMode.PREFIX:
                     answers = self.view.lookup_many(keys, request, attempt, positions)
@@ -285,7 +292,7 @@ class EngineSession:
         answer = None
         if self.is_ready and self._ensure(request, attempt):
             keys = split_keys(message.keys, self.key_bytes, self._namespace_of(request))
-            positions = np.frombuffer(message.positions, dtype="<u4")
+            positions = read_positions(message.positions, len(keys))
             answer = self.view.offer(keys, request, attempt, positions)
         if answer is None:
             reply = wire.StoreReply(
@@ -336,10 +343,6 @@ class EngineSession:
     def cancel(self, message: wire.Cancel) -> None:
         """Attempts up to this one are over."""
         self.view.cancel(message.request, message.attempt)
-
-    def ping(self, message: wire.Ping) -> None:
-        """Answer."""
-        self._send(wire.Pong(seq=message.seq))
 
     # ---- what the broker tells by itself -------------------------------------------------------
 
@@ -392,5 +395,5 @@ _HANDLERS: dict[type, Callable[[EngineSession, Any], None]] = {
     wire.Finish: EngineSession.finish,
     wire.Cancel: EngineSession.cancel,
     wire.Reset: EngineSession.reset,
-    wire.Ping: EngineSession.ping,
+    wire.Ping: lambda engine, message: engine._send(wire.Pong(seq=message.seq)),
 }

@@ -241,3 +241,23 @@ def test_a_scheduler_that_does_not_read_is_told_to_resync(world: World) -> None:
     port.queued_bytes = 2 << 20
     world.engine.tell(1 << 20)
     assert port.sent[-1] == wire.Resync()
+
+
+@pytest.mark.parametrize("positions", [b"", b"\1\0\0\0", b"\1\0\0\0" * 3])
+def test_every_key_has_one_position(world: World, positions: bytes) -> None:
+    keys = b"\0\0\0\1\0\0\0\0" * 2
+    group = wire.LookupGroup(
+        group=0,
+        mode=wire.LookupMode.PREFIX,
+        window=0,
+        first_window=1,
+        start=0,
+        positions=positions,
+        keys=keys,
+    )
+    for message in (
+        wire.Lookup(seq=1, request="r", attempt=1, groups=(group,)),
+        wire.PrepareStore(seq=1, request="r", attempt=1, positions=positions, keys=keys),
+    ):
+        with pytest.raises(wire.Malformed, match="positions"):
+            world.engine.handle(world.scheduler, message)
