@@ -141,7 +141,10 @@ def _describe(pool: Pool) -> dict[str, Any]:
         "evictions": pool.hub.rows.evictions,
         "jobs": len(transfers.jobs),
         "cascades_dropped": transfers.cascades_dropped,
-        "tiers": [tier.tier_type for tier in pool.manager.secondary_tiers],
+        "tiers": [
+            {"type": tier.tier_type, "slow_calls": tier.slow_calls, "disabled": tier.is_disabled}
+            for tier in pool.tiers
+        ],
         "frozen": pool.frozen,
         "refused_completions": pool.hub.refused,
         "metrics": dict(pool.totals),

@@ -142,7 +142,7 @@ def _print_status(found: dict[str, Any]) -> None:
             f"pool {number}: {pool['rows']:,} rows of {pool['row_bytes']:,} bytes; "
             f"{pool['ready']:,} ready, {pool['reserved']:,} being written, "
             f"{pool['quarantined']:,} quarantined, {pool['free']:,} free; "
-            f"{pool['evictions']:,} evictions; tiers: {', '.join(pool['tiers']) or 'none'}"
+            f"{pool['evictions']:,} evictions; tiers: {_tiers(pool['tiers'])}"
         )
     for engine in found["engines"]:
         ready = "ready" if engine["ready"] else f"waits for workers {engine['missing_workers']}"
@@ -152,6 +152,16 @@ def _print_status(found: dict[str, Any]) -> None:
         )
     for reason, count in sorted(found["refused"].items()):
         print(f"refused: {count} x {reason}")
+
+
+def _tiers(tiers: Sequence[dict[str, Any]]) -> str:
+    if not tiers:
+        return "none"
+    return ", ".join(
+        f"{tier['type']}{' (DISABLED: too slow)' if tier['disabled'] else ''}, "
+        f"{tier['slow_calls']} slow calls"
+        for tier in tiers
+    )
 
 
 def reset(argv: Sequence[str]) -> int:

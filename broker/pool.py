@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tiers.base import SecondaryTierManager
 from tiers.factory import SecondaryTierFactory
+from tiers.guard import GuardedTier
 from tiers.manager import TieringOffloadingManager
 from tiers.metrics import OWN_PREFIX
 from tiers.primary import CPUPrimaryTierOffloadingManager
@@ -84,24 +84,26 @@ class Pool:
             memory.rows, _SharedRegion(memory), policy, generation=memory.generation
         )
         view = primary.get_kv_memoryview()
-        built: list[SecondaryTierManager] = []
+        built: list[GuardedTier] = []
         try:
             for config in tiers:
                 merged = _with_backpressure(config, backpressure)
                 context = TierContext(
                     row_bytes=memory.row_bytes, tier_config=merged, extra_config={}
                 )
-                built.append(SecondaryTierFactory.create_secondary_tier(merged, view, context))
-            self.manager = TieringOffloadingManager(primary, built, 0, lock=lock)
+                tier = SecondaryTierFactory.create_secondary_tier(merged, view, context)
+                built.append(GuardedTier(tier))
+            self.manager = TieringOffloadingManager(primary, list(built), 0, lock=lock)
         except BaseException:
-            for tier in built:
-                tier.shutdown()
+            for guarded in built:
+                guarded.shutdown()
             view.release()
             primary.shutdown()
             raise
         self.hub = self.manager.share(shares=shares, deadlines=deadlines, clock=clock)
         if zero_on_reuse:
             self.hub.rows.before_reuse = memory.zero
+        self.tiers = built
         self.frozen = False
         """True while old mappers may still touch rows: nothing is given out."""
         self._sweeps: list[tuple[bytes, int]] = []
