@@ -12,6 +12,7 @@ from engine_adapter.bench.servers import ServerFailed
 BENCHMARKS: Final[dict[str, tuple[str, str]]] = {
     "lookup": ("engine_adapter.bench.lookup", "latency of lookups beside a bare server"),
     "transfer": ("engine_adapter.bench.transfer", "throughput of store and load beside memcpy"),
+    "step": ("engine_adapter.bench.step", "what a step costs while a request waits"),
     "broker": ("engine_adapter.bench.footprint", "start, memory and idle cost of the broker"),
 }
 
