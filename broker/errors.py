@@ -65,10 +65,6 @@ class CrashLoop(BrokerError):
         self.deaths = deaths
 
 
-class AttachRefused(BrokerError):
-    """An engine may not attach. The text goes to the engine, so it carries both sides' values."""
-
-
 class DescriptorsLost(BrokerError):
     """A message came without all its file descriptors or bytes; those that came were closed."""
 

@@ -104,12 +104,24 @@ class Pool:
         if zero_on_reuse:
             self.hub.rows.before_reuse = memory.zero
         self.tiers = built
-        self.frozen = False
-        """True while old mappers may still touch rows: nothing is given out."""
+        self._frozen = False
         self._sweeps: list[tuple[bytes, int]] = []
         self.totals: dict[str, int | float] = {}
         """Metrics since the start under the project's names: counters and sums added up, gauges
         as they are now."""
+
+    @property
+    def frozen(self) -> bool:
+        """True while old mappers may still touch rows: nothing is given out."""
+        return self._frozen
+
+    @frozen.setter
+    def frozen(self, frozen: bool) -> None:
+        if self._frozen and not frozen:
+            # Whoever was told of a row by an earlier broker, and has not begun, must find it
+            # changed: the row may be given to somebody else from now on.
+            self.memory.generation[:] += np.uint32(1)
+        self._frozen = frozen
 
     @property
     def num_rows(self) -> int:

@@ -11,7 +11,6 @@ import gc
 import logging
 import os
 import select
-import signal
 import socket
 import threading
 import time
@@ -346,9 +345,3 @@ class Server:
             client.connection.close()
         self._epoll.close()
         self._bell.close()
-
-
-def stop_on_signals(server: Server) -> None:
-    """SIGTERM ends the server cleanly; SIGINT is the supervisor's matter."""
-    signal.signal(signal.SIGTERM, lambda *_: server.stop())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -26,8 +26,8 @@ from broker.refs import (
     unpack_rows,
 )
 from tiers.base import ReqContext
-from tiers.ledger import RowArray
-from tiers.session import MISS, Session
+from tiers.ledger import NO_ROWS, RowArray
+from tiers.session import MISS, Session, StoreAnswer
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +94,7 @@ class EngineSession:
         else:
             self.workers[member.rank] = member
         self.announce()
+        self._settle_if_safe()  # this may have been the last one who could touch old rows
 
     def declare(self, namespace: bytes, weights_version: str | None, events: bool) -> None:
         """The scheduler says what its KV is."""
@@ -136,11 +137,17 @@ class EngineSession:
             self.former.append(member)
             self._raise_fence()
             self.announce()
+            # Its waits and holds have ended with all others: it asks anew, and is told MISS.
+            self._send(wire.ResetNotice(epoch=self.fence))
         self._settle_if_safe()
 
     def _raise_fence(self) -> None:
         """Nobody speaks for the claims there are; live workers are asked when theirs have ended."""
         self.view.orphan()
+        for owned in self.view.lost:
+            # A worker told to write that has not begun must find the row changed: it says that
+            # nothing older runs, and then the row is given to somebody else.
+            self.pool.hub.rows.slots.generation[owned.storing] += np.uint32(1)
         self.fence += 1
         for worker in self.workers.values():
             if worker.port is not None:
@@ -294,33 +301,26 @@ class EngineSession:
             keys = split_keys(message.keys, self.key_bytes, self._namespace_of(request))
             positions = read_positions(message.positions, len(keys))
             answer = self.view.offer(keys, request, attempt, positions)
+        status = wire.StoreStatus.DECLINED
         if answer is None:
-            reply = wire.StoreReply(
-                seq=message.seq,
-                request=request,
-                attempt=attempt,
-                status=wire.StoreStatus.DECLINED,
-                accepted=b"",
-                refs=b"",
-                present=b"",
-                writing=b"",
-            )
+            answer = StoreAnswer(accepted=[], rows=NO_ROWS, present=[], writing=[])
         else:
             known = len(answer.accepted) + len(answer.present) + len(answer.writing)
             complete = known == len(message.keys) // self.key_bytes
-            reply = wire.StoreReply(
+            fits = complete or answer.accepted
+            status = wire.StoreStatus.OK if fits else wire.StoreStatus.BUSY
+        self._send(
+            wire.StoreReply(
                 seq=message.seq,
                 request=request,
                 attempt=attempt,
-                status=wire.StoreStatus.OK
-                if complete or answer.accepted
-                else wire.StoreStatus.BUSY,
+                status=status,
                 accepted=pack_indexes(answer.accepted),
                 refs=self._refs(answer.rows),
                 present=pack_indexes(answer.present),
                 writing=pack_indexes(answer.writing),
             )
-        self._send(reply)
+        )
 
     def complete_store(self, message: wire.CompleteStore) -> None:
         """Workers have written the rows, or failed to."""

@@ -5,8 +5,9 @@ Covers the answers of one attempt of one request and their change by notices. Kn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +62,12 @@ class Answer:
         return not self.pending and all(group.count == 0 for group in self.groups)
 
 
+def miss(groups: Sequence[GroupQuery], now: float) -> Answer:
+    """The answer where there is none."""
+    nothing = tuple(GroupAnswer(first=0, count=0) for _ in groups)
+    return Answer(groups=nothing, pending=False, asked_at=now)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
     """Answer to prepare_store. `accepted` are indexes into the offered keys, ascending; `refs` are
@@ -103,6 +110,13 @@ class GroupState:
         return GroupAnswer(first=self.first, count=end), pending
 
 
+class Transfer(Enum):
+    """What a worker does with a row."""
+
+    LOAD = "load"
+    STORE = "store"
+
+
 @dataclass(slots=True)
 class RequestState:
     """A request of this engine. `attempt` grows whenever earlier answers stop meaning anything;
@@ -115,8 +129,34 @@ class RequestState:
     answer: Answer | None = None
     used_at: float = 0.0
     index: dict[bytes, tuple[int, int]] = field(default_factory=dict)
-    transfers: dict[bytes, tuple[int, np.void]] = field(default_factory=dict)
-    """Loads and stores that workers may be doing: by key, the attempt and the row reference."""
+    transfers: dict[tuple[Transfer, bytes], list[tuple[int, np.void]]] = field(default_factory=dict)
+    """Loads and stores that workers may be doing, by key: attempt and row reference of each, the
+    oldest first. A request that starts over may load a chunk that it is loading still."""
+
+    def began(self, kind: Transfer, keys: Iterable[bytes], refs: Refs) -> None:
+        """Workers are told to transfer `keys`, whose rows are `refs`, in the current attempt."""
+        for key, ref in zip(keys, refs, strict=True):
+            self.transfers.setdefault((kind, key), []).append((self.attempt, ref))
+
+    def ended(
+        self, kind: Transfer, keys: Iterable[bytes]
+    ) -> list[tuple[int, list[tuple[bytes, np.void]]]]:
+        """Workers are done with `keys`: of each the oldest transfer, by the attempt that began it,
+        and at most as many as one message takes."""
+        by_attempt: dict[int, list[tuple[bytes, np.void]]] = {}
+        for key in keys:
+            running = self.transfers.get((kind, key))
+            if running is None:
+                continue
+            attempt, ref = running.pop(0)
+            if not running:
+                del self.transfers[kind, key]
+            by_attempt.setdefault(attempt, []).append((key, ref))
+        return [
+            (attempt, done[at : at + wire.MAX_KEYS])
+            for attempt, done in by_attempt.items()
+            for at in range(0, len(done), wire.MAX_KEYS)
+        ]
 
     def set_answer(self, groups: list[GroupState], now: float) -> Answer:
         """A reply came."""

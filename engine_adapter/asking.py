@@ -134,6 +134,17 @@ def offer(
     )
 
 
+def nothing_written(reply: wire.StoreReply) -> wire.CompleteStore:
+    """Gives back the rows of an offer that no worker was told of."""
+    return wire.CompleteStore(
+        request=reply.request,
+        attempt=reply.attempt,
+        refs=reply.refs,
+        success=False,
+        digests=b"",
+    )
+
+
 def parts(packed: bytes) -> Iterator[tuple[bytes, bool]]:
     """Packed row references, 1,024 at a time, and whether more follow; one part if empty."""
     size = wire.MAX_KEYS * wire.ROW_REF.itemsize

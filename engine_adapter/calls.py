@@ -17,7 +17,10 @@ class Calls:
         self._seq = 0
         self._awaited = 0
         self._reply: wire.Message | None = None
+        self.asking: str | None = None
+        """The request for which a call waits now."""
         self.timeouts = 0
+        """Calls that were sent and got no answer in time."""
 
     def next_seq(self) -> int:
         """Number of the next call."""
@@ -32,8 +35,9 @@ class Calls:
         if not self._link.send(message):
             return None
         self._awaited, self._reply = seq, None
+        self.asking = getattr(message, "request", None)
         self._link.wait_for(lambda: self._reply is not None, self._timeout_s)
-        self._awaited = 0
+        self._awaited, self.asking = 0, None
         reply, self._reply = self._reply, None
         if reply is not None:
             self.breaker.succeeded()

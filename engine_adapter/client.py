@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,23 +22,26 @@ from engine_adapter import asking
 from engine_adapter.answers import (
     Answer,
     Event,
-    GroupAnswer,
     GroupQuery,
     Offer,
     Refs,
     RequestState,
+    Transfer,
+    miss,
     pack,
 )
 from engine_adapter.breaker import Breaker
 from engine_adapter.calls import Calls
 from engine_adapter.link import Link, LinkState, SocketTransport, Transport, attach_message
 
-__all__ = ["Answer", "Event", "GroupAnswer", "GroupQuery", "Offer", "SchedulerClient"]
+__all__ = ["Answer", "Event", "GroupQuery", "Offer", "SchedulerClient"]
 
 CALL_TIMEOUT_S = 0.020
 MISS_AGAIN_S = 0.250
 UNUSED_HOLDS_S = 2.0
 SWEEP_EVERY_S = 0.5
+WAIT_LIMIT_S = 5.0
+"""Longer than all waits of one request at a broker that is well (3 s)."""
 
 
 class SchedulerClient:
@@ -55,6 +59,7 @@ class SchedulerClient:
         weights_version: str | None = None,
         events: bool = False,
         call_timeout_s: float = CALL_TIMEOUT_S,
+        wait_limit_s: float = WAIT_LIMIT_S,
         clock: Callable[[], float] = time.monotonic,
         connect: Callable[[], Transport] | None = None,
     ) -> None:
@@ -84,6 +89,7 @@ class SchedulerClient:
             clock,
         )
         self.calls = Calls(self._link, Breaker(clock), call_timeout_s)
+        self._wait_limit_s = wait_limit_s
         self._requests: dict[str, RequestState] = {}
         self._attempts = itertools.count(1)
         """Numbers of attempts grow over all requests, so that a request whose name is used again
@@ -124,10 +130,12 @@ class SchedulerClient:
     def _on_down(self) -> None:
         self.is_ready = False
         self.attached = None
-        for request in self._requests.values():
+        for request in list(self._requests.values()):
             request.forget_answers()
             request.transfers.clear()
             request.attempt = next(self._attempts)
+            if request.finished:
+                del self._requests[request.request]
 
     def _on_message(self, message: wire.Message, fds: list[int]) -> None:
         for fd in fds:  # a scheduler maps nothing
@@ -154,20 +162,12 @@ class SchedulerClient:
         """The call has timed out and its attempt was cancelled, which ends holds. Rows reserved for
         a store stay apart until their writer is done: no worker was told of these, so they are."""
         if isinstance(message, wire.StoreReply) and message.refs:
-            self._link.send(
-                wire.CompleteStore(
-                    request=message.request,
-                    attempt=message.attempt,
-                    refs=message.refs,
-                    success=False,
-                    digests=b"",
-                )
-            )
+            self._link.send(asking.nothing_written(message))
 
     def _new_attempts(self) -> None:
-        """Answers so far mean nothing; what they held is released, and asked for anew."""
+        """Answers so far mean nothing, nor does the one that a call waits for: asked anew."""
         for request in self._requests.values():
-            if request.answer is not None:
+            if request.answer is not None or request.request == self.calls.asking:
                 self._give_up_attempt(request)
 
     def _give_up_attempt(self, request: RequestState) -> None:
@@ -247,8 +247,8 @@ class SchedulerClient:
     def lookup(self, request: str, groups: Sequence[GroupQuery]) -> Answer:
         """Which chunks can be loaded. Asks once; later calls answer from what is known.
 
-        A MISS is asked again after 250 ms at the earliest. What is not pending is held for this
-        request until prepare_load, `finish`, or 2 s without a lookup.
+        A MISS is asked again after 250 ms at the earliest; a wait of `wait_limit_s` is a MISS.
+        What is not pending is held until prepare_load, `finish`, or 2 s without a lookup.
         """
         self._link.check_thread()
         state = self._state_of(request)
@@ -259,18 +259,23 @@ class SchedulerClient:
         now = self._clock()
         if known is not None:
             state.used_at = now
+            if known.pending and now - known.asked_at > self._wait_limit_s:
+                # A broker that is well ends waits earlier than this.
+                self._give_up_attempt(state)
+                state.answer = miss(groups, now)
+                return state.answer
             if not known.is_miss or now - known.asked_at < MISS_AGAIN_S:
                 return known
         return self._ask(state, groups, now)
 
     def _ask(self, state: RequestState, groups: Sequence[GroupQuery], now: float) -> Answer:
+        timeouts = self.calls.timeouts
         try:
             return state.set_answer(asking.lookup(self.calls, state, groups), now)
         except asking.NoAnswer:
-            if self._link.state is LinkState.UP and self.calls.breaker.allows():
+            if self.calls.timeouts != timeouts:  # else nothing was asked
                 self._give_up_attempt(state)
-        missing = tuple(GroupAnswer(first=0, count=0) for _ in groups)
-        return Answer(groups=missing, pending=False, asked_at=now)
+        return miss(groups, now)
 
     def _on_notice(self, notice: wire.Notice) -> None:
         state = self._requests.get(notice.request)
@@ -292,8 +297,7 @@ class SchedulerClient:
             self._link.send(
                 wire.TakeHolds(request=request, attempt=state.attempt, refs=part, more=more)
             )
-        for key, ref in zip(keys, refs, strict=True):
-            state.transfers[key] = (state.attempt, ref)
+        state.began(Transfer.LOAD, keys, refs)
         state.forget_answers()
         return refs
 
@@ -303,7 +307,7 @@ class SchedulerClient:
         """Workers are done with `keys`; the `failed` ones among them did not verify, and nobody
         will find them again."""
         self._link.check_thread()
-        for attempt, done in self._ended(request, keys):
+        for attempt, done in self._ended(request, Transfer.LOAD, keys):
             self._link.send(
                 wire.CompleteLoad(
                     request=request,
@@ -314,21 +318,16 @@ class SchedulerClient:
             )
 
     def _ended(
-        self, request: str, keys: Sequence[bytes]
-    ) -> Iterator[tuple[int, list[tuple[bytes, np.void]]]]:
-        """Transfers of `keys` that have ended: the attempt that began them, and at most as many as
-        one message takes."""
+        self, request: str, kind: Transfer, keys: Sequence[bytes]
+    ) -> Sequence[tuple[int, list[tuple[bytes, np.void]]]]:
+        """As `RequestState.ended`; a finished request is forgotten with its last transfer."""
         state = self._requests.get(request)
-        by_attempt: dict[int, list[tuple[bytes, np.void]]] = {}
-        for key in keys if state is not None else ():
-            begun = state.transfers.pop(key, None) if state is not None else None
-            if begun is not None:
-                by_attempt.setdefault(begun[0], []).append((key, begun[1]))
-        if state is not None and state.finished and not state.transfers:
+        if state is None:
+            return []
+        ended = state.ended(kind, keys)
+        if state.finished and not state.transfers:
             del self._requests[request]
-        for attempt, done in by_attempt.items():
-            for at in range(0, len(done), wire.MAX_KEYS):
-                yield attempt, done[at : at + wire.MAX_KEYS]
+        return ended
 
     # ---- store -------------------------------------------------------------------------------
 
@@ -339,16 +338,16 @@ class SchedulerClient:
             self._link.poll()
             return Offer()
         state = self._state_of(request)
+        timeouts = self.calls.timeouts
         try:
             offer = asking.offer(self.calls, state, keys, positions)
         except asking.NoAnswer as none:
             for reply in none.replies:
                 self._on_late_reply(reply)
-            if self._link.state is LinkState.UP:
+            if self.calls.timeouts != timeouts:  # else nothing was asked
                 self._give_up_attempt(state)
             return Offer()
-        for index, ref in zip(offer.accepted, offer.refs, strict=True):
-            state.transfers[keys[index]] = (state.attempt, ref)
+        state.began(Transfer.STORE, [keys[index] for index in offer.accepted], offer.refs)
         return offer
 
     def complete_store(
@@ -361,16 +360,14 @@ class SchedulerClient:
         """Workers have written `keys`, or failed to. `digests`: xxh3-64 of each row, if known."""
         self._link.check_thread()
         known = dict(zip(keys, digests, strict=False))
-        for attempt, done in self._ended(request, keys):
+        for attempt, done in self._ended(request, Transfer.STORE, keys):
             self._link.send(
                 wire.CompleteStore(
                     request=request,
                     attempt=attempt,
                     refs=pack([ref for _, ref in done]),
                     success=success,
-                    digests=np.array(
-                        [known[key] for key, _ in done] if known else [], dtype="<u8"
-                    ).tobytes(),
+                    digests=np.array([known[k] for k, _ in done if known], dtype="<u8").tobytes(),
                 )
             )
 
@@ -385,8 +382,16 @@ class SchedulerClient:
         """Every chunk of this engine is stale. With a version, engines that name the same one
         share again; without, this engine shares with nobody. Whether the broker has obeyed."""
         self._link.check_thread()
+        # Also a broker that is started anew, and knows of no reset, must not lead to old chunks.
+        version = f"private {os.urandom(16).hex()}" if weights_version is None else weights_version
+        self._attach = replace(self._attach, weights_version=version)
+        self._new_attempts()
+        timeouts = self.calls.timeouts
         seq = self.calls.next_seq()
         reply = self.calls.call(wire.Reset(seq=seq, weights_version=weights_version), seq)
+        connected = self._link.state in (LinkState.UP, LinkState.ATTACHING)
+        if connected and reply is None and self.calls.timeouts == timeouts:  # it was not sent
+            self._link.reconnect("a reset could not be asked for; attaching says it")
         return isinstance(reply, wire.ResetReply)
 
     def take_events(self) -> Sequence[Event]:

@@ -196,6 +196,8 @@ class WorkerClient:
     def _on_message(self, message: wire.Message, fds: list[int]) -> None:
         if isinstance(message, wire.Attached):
             self.attached = message
+            with self._lock:  # another broker counts from the beginning; nothing runs (see above)
+                self._fence, self._owed = 0, None
             for fd in fds[1:]:
                 os.close(fd)
             if fds:

@@ -16,6 +16,7 @@ from tiers.base import OffloadKey, ReqContext
 
 RowArray = NDArray[np.int32]
 NO_ROWS: RowArray = np.empty(0, dtype=np.int32)
+MOST_NOTES = 32
 
 
 @dataclass(slots=True)
@@ -54,6 +55,18 @@ class RequestClaims:
     waits: dict[OffloadKey, float] = field(default_factory=dict)
     retries: set[OffloadKey] = field(default_factory=set)
     seen: list[tuple[RowArray, NDArray[np.integer]]] = field(default_factory=list)
+
+    def note_seen(self, answers: RowArray, positions: NDArray[np.integer]) -> None:
+        """Remember at which token positions (parallel to `answers`, or longer) rows were found.
+
+        A request may look up again for as long as it waits, so old notes are merged at times.
+        """
+        self.seen.append((answers, positions[: len(answers)]))
+        if len(self.seen) > MOST_NOTES:
+            rows = np.concatenate([rows for rows, _ in self.seen])[::-1]
+            where = np.concatenate([positions for _, positions in self.seen])[::-1]
+            last = np.unique(rows, return_index=True)[1]
+            self.seen = [(rows[last], where[last])]
 
     def current(self) -> AttemptClaims:
         """Claims of the attempt that is under way."""
@@ -94,10 +107,11 @@ class SessionRows:
         """Claims per row."""
         return self._claims
 
-    def is_new(self, rows: RowArray) -> NDArray[np.bool_]:
-        """Which rows the session does not claim yet."""
-        new: NDArray[np.bool_] = self._claims[rows] == 0
-        return new
+
+def once(rows: RowArray) -> RowArray:
+    """`rows` without repetition, in order of first appearance."""
+    first: RowArray = rows[np.sort(np.unique(rows, return_index=True)[1])]
+    return first
 
 
 def without(rows: RowArray, gone: RowArray) -> RowArray:

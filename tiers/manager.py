@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from tiers.aliases import ManagerAliases
 from tiers.base import (
     CacheHitSource,
     ConfigInfoMapping,
-    JobId,
     LoadStoreSpec,
     LookupResult,
     OffloadingEvent,
@@ -54,7 +54,7 @@ __all__ = [
 DEFAULT_TIER_POLL_INTERVAL_S = 0.001
 
 
-class TieringOffloadingManager(OffloadingManager):
+class TieringOffloadingManager(ManagerAliases, OffloadingManager):
     """See the module; locking and meaning of each method: `OffloadingManager`."""
 
     def __init__(
@@ -104,10 +104,6 @@ class TieringOffloadingManager(OffloadingManager):
         """One engine's own view, made at first use."""
         return (self._sessions or self.share()).open(session_id)
 
-    @property
-    def _transfer_jobs(self) -> dict[JobId, JobMetadata]:
-        return self.transfers.jobs
-
     def _maybe_process_finished_jobs(self) -> None:
         if not self._processed_jobs_this_step:
             self._processed_jobs_this_step = True
@@ -156,7 +152,6 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> list[LookupResult]:
         """Answers of `lookup` for each key in turn, as far as the first MISS, which is the last."""
         self._maybe_process_finished_jobs()
-        ask = partial(self._lookup_tiers, ctx=req_context)
         ask = partial(self._lookup_tiers, ctx=req_context)
         return lookup_in_turn(self._rows, self._metrics, keys, req_context, ask)
 
@@ -252,8 +247,13 @@ class TieringOffloadingManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         """Make chunks readable and cascade them to every tier that may take them, or free them."""
+        keys = list(keys)
         self.primary_tier.complete_store(keys, req_context, success)
-        self._after_store(list(keys) if success else [], req_context)
+        if success:  # after a reset, or for an old offer, not every key is there
+            rows = self._rows.find(keys)
+            ready = self._rows.slots.ref_cnt[rows] >= 0
+            keys = [key for key, there in zip(keys, ready & (rows >= 0), strict=True) if there]
+        self._after_store(keys if success else [], req_context)
 
     def count_pending_store(self, ctx: ReqContext, stores: int = 1) -> None:
         """Stores of the request have begun, each to be ended by `_after_store`."""

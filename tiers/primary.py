@@ -6,6 +6,7 @@ or clock, and touches no payload byte.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -33,8 +34,8 @@ from tiers.config import OffloadingConfig
 from tiers.metrics import OffloadingConnectorStats
 from tiers.policies.factory import CachePolicyFactory
 from tiers.region import Region
-from tiers.rows import ABSENT, PrimaryRows
-from tiers.slots import Rows, SlotState
+from tiers.rows import ABSENT, PrimaryRows, distinct_batches
+from tiers.slots import NOT_READY, Rows, SlotState
 
 
 class CPUOffloadingMetrics:
@@ -109,6 +110,12 @@ class CPUOffloadingManager(OffloadingManager):
         self.counts: OrderedDict[OffloadKey, int] = OrderedDict()
         self.stores_skipped_in_current_batch = 0
         self.allocation_sizes_in_current_batch: list[int] = []
+        self._lock = threading.Lock()
+
+    @property
+    def lock(self) -> threading.Lock:
+        """For callers on several threads, where this manager stands alone."""
+        return self._lock
 
     # ---- by key: the public contract ---------------------------------------------------------
 
@@ -136,7 +143,7 @@ class CPUOffloadingManager(OffloadingManager):
     ) -> CPULoadStoreSpec:
         keys = list(keys)
         rows = self._rows_of(keys)
-        for distinct in _distinct(rows):
+        for distinct in distinct_batches(rows):
             self.rows.hold(distinct)
         if record_access:
             self.rows.access(keys, rows, ctx)
@@ -154,7 +161,7 @@ class CPUOffloadingManager(OffloadingManager):
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Unpin; chunks whose cache was reset meanwhile leave quarantine."""
-        for distinct in _distinct(self._rows_of(self._settle_fenced(keys))):
+        for distinct in distinct_batches(self._rows_of(self._settle_fenced(keys))):
             if self.rows.slots.ref_cnt[distinct].min() < 1:
                 raise AssertionError(f"{req_context.req_id} unpins chunks it has not pinned")
             self.rows.unhold(distinct)
@@ -201,12 +208,11 @@ class CPUOffloadingManager(OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        """Make reserved chunks readable, or free them. AssertionError if one is not reserved."""
-        rows = self._rows_of(list(dict.fromkeys(self._settle_fenced(keys))))
-        for row in rows.tolist():
-            if self.rows.slots.state(row) is not SlotState.RESERVED:
-                state = self.rows.slots.state(row)
-                raise AssertionError(f"row {row} is {state.name}, not reserved")
+        """Make reserved chunks readable, or free them; keys that are not reserved stay as they are,
+        since callers may name a whole offer of which a part was there already."""
+        rows = self.rows.find(list(dict.fromkeys(self._settle_fenced(keys))))
+        rows = rows[rows != ABSENT]
+        rows = rows[self.rows.slots.ref_cnt[rows] == NOT_READY]
         if success:
             self.rows.complete(rows)
         else:
@@ -293,23 +299,12 @@ class CPUOffloadingManager(OffloadingManager):
         for size in self.allocation_sizes_in_current_batch:
             stats.observe_histogram(CPUOffloadingMetrics.CPU_ALLOCATION_SIZE, size)
         self.allocation_sizes_in_current_batch = []
-        if self.store_threshold >= 2 and self.stores_skipped_in_current_batch:
+        if self.store_threshold >= 2:
             stats.increase_counter(
                 CPUOffloadingMetrics.STORES_SKIPPED, self.stores_skipped_in_current_batch
             )
         self.stores_skipped_in_current_batch = 0
         return stats
-
-
-def _distinct(rows: NDArray[np.int32]) -> list[NDArray[np.int32]]:
-    """`rows` as batches without repetition; a key given twice is pinned twice, as the public
-    manager does."""
-    batches = []
-    while len(rows):
-        first = np.unique(rows, return_index=True)[1]
-        batches.append(rows[first])
-        rows = np.delete(rows, first)
-    return batches
 
 
 class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
@@ -340,6 +335,13 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         self.prepare_write = self.prepare_store
         self.complete_write = self.complete_store
         self.complete_read = self.complete_load
+
+    def _get_num_free_chunks(self) -> int:
+        return self.rows.slots.num_free
+
+    @property
+    def _num_allocated_chunks(self) -> int:
+        return self.rows.num_rows - self.rows.slots.num_free
 
     def prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Pin ready chunks for a copy to a tier; recency stays as it is."""

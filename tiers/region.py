@@ -7,7 +7,6 @@ one view of shape (num_chunks, row bytes) and ends with `cleanup()`.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 from typing import Protocol
 
@@ -68,8 +67,3 @@ class NoDataRegion:
 
     def cleanup(self) -> None:
         """The address space goes with the last view."""
-
-
-def address_of(view: memoryview) -> int:
-    """Address of the first byte of a writable, contiguous view."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))

@@ -27,6 +27,16 @@ EventSink = Callable[[Sequence[OffloadKey], "Rows | list[int]", bool, bool], Non
 _RESIDENT = (SlotState.RESERVED, SlotState.READY)
 
 
+def distinct_batches(rows: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+    """`rows` as batches without repetition; what is there twice is pinned, and unpinned, twice."""
+    batches = []
+    while len(rows):
+        first = np.unique(rows, return_index=True)[1]
+        batches.append(rows[first])
+        rows = np.delete(rows, first)
+    return batches
+
+
 class PrimaryRows:
     """Rows of one pool and the keys in them. Guarded by the manager's lock.
 

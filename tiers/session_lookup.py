@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiers.base import LookupResult, OffloadingEvent, OffloadKey, ReqContext
-from tiers.ledger import NO_ROWS, AttemptClaims, RequestClaims, RowArray, SessionRows, without
+from tiers.ledger import NO_ROWS, AttemptClaims, RequestClaims, RowArray, SessionRows, once, without
 
 if TYPE_CHECKING:
     from tiers.session import Session
@@ -64,6 +64,9 @@ class SessionLookups:
             claims.attempts = old.attempts  # what still moves ends by its own completion
         self.requests[request] = claims
         self.manager.on_new_request(ctx)
+        moving = sum(len(owned.storing) for owned in claims.attempts.values())
+        if moving:  # their completions are counted against this request, whose name they have
+            self.manager.count_pending_store(ctx, moving)
         return claims
 
     def _of(self, request: str, attempt: int) -> RequestClaims | None:
@@ -143,10 +146,11 @@ class SessionLookups:
         self.manager._maybe_process_finished_jobs()
         claims = self._of(request, attempt)
         if claims is None:
+            self._open_gate()
             return np.full(1, MISS, dtype=np.int32)
-        answers = self._scan(keys, claims)
+        answers = self._scan(keys, claims, positions)
         if positions is not None:
-            claims.seen.append((answers, positions))
+            claims.note_seen(answers, positions)
         self._submit(claims)
         return answers
 
@@ -167,11 +171,13 @@ class SessionLookups:
         self.manager._maybe_process_finished_jobs()
         claims = self._of(request, attempt)
         if claims is None:
+            self._open_gate()
             return 0, np.full(1, MISS, dtype=np.int32)
         found: list[int] = []  # answers of the run, last key first
         end = len(keys)
         for index in range(len(keys) - 1, -1, -1):
-            answer = int(self._scan([keys[index]], claims)[0])
+            where = None if positions is None else positions[index : index + 1]
+            answer = int(self._scan([keys[index]], claims, where)[0])
             if answer == MISS:
                 self._unhold_rows(claims, [row for row in found if row >= 0])
                 found, end = [], index
@@ -186,7 +192,7 @@ class SessionLookups:
         start = end - len(found)
         answers = np.array(found[::-1] or [MISS], dtype=np.int32)
         if positions is not None and found:
-            claims.seen.append((answers, positions[start:end]))
+            claims.note_seen(answers, positions[start:end])
         self._submit(claims)
         return start, answers
 
@@ -198,7 +204,12 @@ class SessionLookups:
             self.rows.unclaim(gone)
             self._pool.unhold(gone)
 
-    def _scan(self, keys: Sequence[OffloadKey], claims: RequestClaims) -> RowArray:
+    def _scan(
+        self,
+        keys: Sequence[OffloadKey],
+        claims: RequestClaims,
+        positions: NDArray[np.integer[Any]] | None,
+    ) -> RowArray:
         parts: list[RowArray] = []
         done = 0
         while done < len(keys):
@@ -218,10 +229,16 @@ class SessionLookups:
                 time.perf_counter() - start,
             )
             parts.append(answers)
+            at = done
             done += len(answers)
             if len(answers) and answers[-1] == MISS:
                 break
+            if positions is not None:  # of what is not a row yet, nothing else remembers it
+                for index in np.flatnonzero(answers < 0).tolist():
+                    claims.ctx.set_offload_key_position(rest[index], int(positions[at + index]))
             if done < len(keys):
+                if positions is not None:
+                    claims.ctx.set_offload_key_position(keys[done], int(positions[done]))
                 answer = self._ask_tiers(keys[done], claims)
                 parts.append(np.array([answer], dtype=np.int32))
                 done += 1
@@ -237,7 +254,7 @@ class SessionLookups:
         owned = claims.current()
         new = rows
         if len(owned.held) or len(set(keys[: len(rows)])) != len(rows):
-            new = without(np.unique(rows), owned.held)
+            new = without(once(rows), owned.held)
             readers = self._pool.slots.ref_cnt[new]
         cut = len(rows)
         wanted = len(readers) - int(np.count_nonzero(readers))
@@ -245,7 +262,7 @@ class SessionLookups:
             idle = new[readers == 0]
             refused = without(idle, idle[:room])
             cut = int(np.isin(rows, refused).argmax())
-            new = without(np.unique(rows[:cut]), owned.held)
+            new = without(once(rows[:cut]), owned.held)
             readers = self._pool.slots.ref_cnt[new]
         if len(new):
             self._pool.hold(new, readers)
@@ -312,6 +329,9 @@ class SessionLookups:
     def _submit(self, claims: RequestClaims) -> None:
         if self.manager.transfers.pending:
             self.manager.transfers.submit_promotions(claims.ctx.req_id)
+        self._open_gate()
+
+    def _open_gate(self) -> None:
         self.manager._processed_jobs_this_step = False
 
     # ---- waits -------------------------------------------------------------------------------
@@ -357,14 +377,22 @@ class SessionLookups:
 
     def _retry(self, claims: RequestClaims, key: OffloadKey) -> None:
         result = self.hub.ask_tiers(key, self._view(), claims.request)
+        self._open_gate()
         if result is LookupResult.RETRY:
             return
         claims.retries.discard(key)
         if result is LookupResult.HIT_PENDING:
+            self._wait_for_row(key, claims)
             self._submit(claims)
             return
         self.hub.unwait([key], self._view(), claims.request)
         self.resolve(claims.request, key)
+
+    def _wait_for_row(self, key: OffloadKey, claims: RequestClaims) -> None:
+        """What a tier did not know is being written now: the wait is as long as for any such."""
+        if key in claims.waits and claims.waiting_since is not None:
+            end = claims.waiting_since + claims.wait_left_s
+            claims.waits[key] = min(end, float(self.hub.deadline[self._pool.find([key])[0]]))
 
     def take_notices(self) -> dict[tuple[str, int], dict[OffloadKey, int]]:
         """Answers since the last call, by (request, attempt), for keys that were waited for."""

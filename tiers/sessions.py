@@ -37,7 +37,8 @@ class Shares:
     sure: float = 0.5
 
 
-UNLIMITED = Shares(total=1.0, tiers=1.0, peers=1.0, sure=1.0)
+UNLIMITED = Shares(total=1.0, tiers=1.0, peers=1.0, sure=0.0)
+"""First come, first served."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,20 +108,30 @@ class Sessions:
 
     def room_for(self, view: Session) -> int:
         """Rows that a session may make busy beyond those that are busy now, for anyone."""
-        total = self.rows.num_rows
-        sure = int(total * self.shares.sure / max(1, len(self.views)))
-        room = int(total * self.shares.total) - self.rows.num_busy
-        for other in self.views.values():
-            if other is not view:
-                room -= max(0, sure - other.rows.distinct)
-        return max(room, 0, min(sure - view.rows.distinct, total - self.rows.num_busy))
+        total, busy = self.rows.num_rows, self.rows.num_busy
+        room = int(total * self.shares.total) - busy - self._kept_for(view)
+        return max(room, 0, min(self._sure() - view.rows.distinct, total - busy))
 
-    def _tiers_may_take(self, rows: int) -> bool:
-        """Whether jobs of tiers may make this many more rows busy."""
+    def _sure(self) -> int:
+        return int(self.rows.num_rows * self.shares.sure / max(1, len(self.views)))
+
+    def _kept_for(self, but: Session | None) -> int:
+        """Rows that sessions, but for one, are sure of and do not use yet."""
+        sure = self._sure()
+        views = self.views.values()
+        return sum(max(0, sure - view.rows.distinct) for view in views if view is not but)
+
+    def _tiers_may_take(self, rows: int, idle: int) -> bool:
+        """Whether jobs of tiers may take `rows` more, of which `idle` are not busy yet: within the
+        share of tiers, and within the sum together with what sessions are sure of."""
+        total, shares = self.rows.num_rows, self.shares
         jobs = self.manager.transfers.jobs.values()
-        busy = sum(len(job.transfer_job.chunk_ids) for job in jobs)
-        busy += sum(len(p.chunk_ids) for p in self.manager.transfers.pending.values())
-        return busy + rows <= int(self.rows.num_rows * self.shares.tiers)
+        taken = sum(len(job.transfer_job.chunk_ids) for job in jobs)
+        taken += sum(len(p.chunk_ids) for p in self.manager.transfers.pending.values())
+        if taken + rows > int(total * shares.tiers):
+            return False
+        kept = min(self._kept_for(None), int(total * max(0.0, shares.total - shares.tiers)))
+        return self.rows.num_busy + idle + kept <= int(total * shares.total)
 
     # ---- reservations, waiters, notices ------------------------------------------------------
 

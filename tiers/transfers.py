@@ -16,6 +16,7 @@ from tiers.base import JobId, JobResult, OffloadKey, ReqContext, SecondaryTierMa
 from tiers.jobs import JobMetadata, PendingPromotion
 from tiers.metrics import TieringMetricsTracker
 from tiers.primary import CPULoadStoreSpec, CPUPrimaryTierOffloadingManager
+from tiers.rows import distinct_batches
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +38,14 @@ class Transfers:
         self.jobs: dict[JobId, JobMetadata] = {}
         self.pending: dict[tuple[int, str], PendingPromotion] = {}
         self.load_sources: dict[str, dict[OffloadKey, int]] = {}  # by request: tier of origin
-        self.may_take: Callable[[int], bool] = lambda rows: True
-        """Whether tiers may make this many more rows busy; the broker bounds their share."""
+        self.may_take: Callable[[int, int], bool] = lambda rows, idle: True
+        """Whether jobs may take this many rows more, so many of which nobody uses now; the broker
+        bounds the share of tiers."""
         self.cascades_dropped = 0
+
+    def next_job_id(self) -> JobId:
+        """An id that no job of this pool has had."""
+        return next(self._job_ids)
 
     def register(self, job: TransferJob, tier_idx: int) -> None:
         """A job begins."""
@@ -69,7 +75,8 @@ class Transfers:
         if job.is_promotion:
             self._complete_promotion(metadata, result)
         else:
-            self._rows.unhold(job.chunk_ids)
+            for rows in distinct_batches(job.chunk_ids):
+                self._rows.unhold(rows)
             self._update_backpressure(tier, metadata, result)
 
     def _complete_promotion(self, metadata: JobMetadata, result: JobResult) -> None:
@@ -108,7 +115,7 @@ class Transfers:
 
     def promote(self, tier_idx: int, key: OffloadKey, ctx: ReqContext) -> bool:
         """Reserve a row for a chunk that a tier has; False if there is no room."""
-        output = self._primary.prepare_write([key], ctx) if self.may_take(1) else None
+        output = self._primary.prepare_write([key], ctx) if self.may_take(1, 1) else None
         if output is None:
             self._metrics.on_promotion_allocation_failure()
             return False
@@ -127,7 +134,7 @@ class Transfers:
                 continue
             pending = self.pending.pop((tier_idx, request))
             job = TransferJob(
-                next(self._job_ids),
+                self.next_job_id(),
                 pending.keys,
                 np.array(pending.chunk_ids, dtype=np.int32),
                 True,
@@ -140,11 +147,14 @@ class Transfers:
         self, keys: Sequence[OffloadKey], ctx: ReqContext, tier_idxs: Iterable[int]
     ) -> None:
         """Copy ready chunks to tiers, as far as their back-pressure and share allow."""
+        keys = list(dict.fromkeys(keys))
+        rows = self._rows.find(keys)
         for idx in tier_idxs:
             tier = self._tiers[idx]
             if tier.bp_detector is not None and not tier.bp_detector.should_store(len(keys)):
                 continue
-            if not self.may_take(len(keys)):
+            idle = int(np.count_nonzero(self._rows.slots.ref_cnt[rows] == 0))
+            if not self.may_take(len(keys), idle):
                 self.cascades_dropped += len(keys)
                 continue
             tier.submit_store(self.create_store_job(keys, ctx, idx))
@@ -156,7 +166,7 @@ class Transfers:
         keys = list(keys)
         spec = self._primary.prepare_read(keys, req_context)
         assert isinstance(spec, CPULoadStoreSpec)
-        job = TransferJob(next(self._job_ids), keys, spec.chunk_ids, False, req_context)
+        job = TransferJob(self.next_job_id(), keys, spec.chunk_ids, False, req_context)
         self.register(job, tier_idx)
         return job
 

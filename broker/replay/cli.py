@@ -1,25 +1,47 @@
-"""`kvquay replay` and `kvquay trace`."""
+"""`kvquay replay` and `kvquay trace`: options in, rows out.
+
+Bad options and bad lines end with a message and exit status 2, before any combination has run.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from broker.replay import generate, report, simulate
 from broker.replay.report import Row
 from broker.replay.statistics import compare
-from broker.replay.trace import TraceRequest, read_trace
+from broker.replay.trace import BadTrace, TraceFileError, TraceRequest, read_trace
 
 LIVE: Final = "engine_adapter.live"
 """Found by name: the broker imports nothing of engines."""
+EXIT_BAD_INPUT: Final = 2
+WORD_BYTES: Final = 8
 
 
 def replay_main(argv: Sequence[str]) -> int:
     """Replay a trace over every combination asked for."""
+    return _refusing("replay", _replay, argv)
+
+
+def trace_main(argv: Sequence[str]) -> int:
+    """Make a trace, or compare the statistics of traces."""
+    return _refusing("trace", _trace, argv)
+
+
+def _refusing(name: str, command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    try:
+        return command(argv)
+    except (BadTrace, simulate.BadReplay) as error:
+        print(f"kvquay {name}: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+
+
+def _replay(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="kvquay replay",
         description="Replay a trace of requests: hit rates of one shared cache or of one cache per "
@@ -31,7 +53,7 @@ def replay_main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--memory-blocks", default="10000", help="blocks in total, over all engines; or several"
     )
-    parser.add_argument("--layout", default="shared", help="shared, private, or both by a comma")
+    parser.add_argument("--layout", default="shared", help="shared, private or both")
     parser.add_argument("--policy", default="lru", help="lru, arc, a dotted path; or several")
     parser.add_argument("--seed", type=int, default=0, help="which engine gets which request")
     parser.add_argument("--limit", type=int, help="only the first requests")
@@ -40,7 +62,12 @@ def replay_main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object per combination")
     arguments = parser.parse_args(argv)
-    trace = read_trace(arguments.trace, arguments.limit)
+    if arguments.limit is not None and arguments.limit < 1:
+        raise simulate.BadReplay(f"--limit {arguments.limit}: at least one request is needed")
+    if arguments.chunk_bytes < 1 or arguments.chunk_bytes % WORD_BYTES:
+        raise simulate.BadReplay(
+            f"--chunk-bytes {arguments.chunk_bytes}: must be a positive multiple of {WORD_BYTES}"
+        )
     setups = [
         simulate.Setup(
             policy=policy,
@@ -52,10 +79,11 @@ def replay_main(argv: Sequence[str]) -> int:
         for policy in arguments.policy.split(",")
         for engines in _numbers(arguments.engines, "--engines")
         for blocks in _numbers(arguments.memory_blocks, "--memory-blocks")
-        for layout in arguments.layout.split(",")
+        for layout in _layouts(arguments.layout)
     ]
     for setup in setups:
         setup.check()
+    trace = read_trace(arguments.trace, arguments.limit)
     rows: list[Row] = []
     for setup in setups:
         found = [_simulated(trace, setup)]
@@ -75,6 +103,10 @@ def _numbers(text: str, option: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise simulate.BadReplay(f"{option} {text!r}: must be numbers, divided by commas") from None
+
+
+def _layouts(text: str) -> Sequence[str]:
+    return simulate.LAYOUTS if text == "both" else text.split(",")
 
 
 def _simulated(trace: Sequence[TraceRequest], setup: simulate.Setup) -> Row:
@@ -126,8 +158,7 @@ def _row(setup: simulate.Setup, mode: str, result: Any, extra: dict[str, Any]) -
     )
 
 
-def trace_main(argv: Sequence[str]) -> int:
-    """Make a trace, or compare the statistics of traces."""
+def _trace(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="kvquay trace", description="Make a trace of chats, or show statistics of traces."
     )
@@ -149,6 +180,11 @@ def trace_main(argv: Sequence[str]) -> int:
     if arguments.output is None:
         sys.stdout.write(lines)
     else:
-        arguments.output.write_text(lines)
+        try:
+            arguments.output.write_text(lines)
+        except OSError as error:
+            raise TraceFileError(
+                f"{arguments.output} cannot be written: {error.strerror}"
+            ) from None
         print(f"{arguments.requests:,} requests in {arguments.output}", file=sys.stderr)
     return 0

@@ -19,21 +19,25 @@ from broker.replay.simulate import BadReplay
 from broker.replay.trace import BLOCK_TOKENS, TraceRequest
 
 CHATS_PER_SECOND: Final = 2.13
-GOES_ON: Final = 0.45
+GOES_ON: Final = 0.31
+GOES_ON_AGAIN: Final = 0.61
+"""Most chats end after one answer; who has asked twice is likely to ask again."""
 LONG_BLOCKS: Final = 24
-LONG_GOES_ON: Final = 0.34
-"""Chats with a long prompt (a document, say) go on less often."""
+LONG_FACTOR: Final = 0.8
+"""Chats with a long prompt (a document, say) go on less often, by this factor."""
 PAUSE_MEDIAN_S: Final = 123.0
 PAUSE_SPREAD: Final = 0.95
 PROMPT_MEDIAN_BLOCKS: Final = 10.2
 PROMPT_SPREAD: Final = 1.17
 MOST_BLOCKS: Final = 247
-GROWTH_MEDIAN_BLOCKS: Final = 2.9
+GROWTH_MEDIAN_BLOCKS: Final = 2.8
 GROWTH_SPREAD: Final = 1.35
 SYSTEM_PROMPTS: Final = 12
 SYSTEM_PROMPT_BLOCKS: Final = (1, 6)
 HAS_SYSTEM_PROMPT: Final = 0.02
 SHORT_ANSWER: Final = 0.12
+ANSWER_MEAN: Final = 382
+ANSWER_SPREAD: Final = 185
 
 
 @dataclass(slots=True)
@@ -59,6 +63,7 @@ def generate(requests: int, seed: int) -> Iterator[TraceRequest]:
     order = 0
     for _ in range(requests):
         now, _, chat = heapq.heappop(turns)
+        likely = GOES_ON if chat is None else GOES_ON_AGAIN
         if chat is None:  # a new chat, and the arrival of the next one
             order += 1
             heapq.heappush(turns, (now + chance.expovariate(CHATS_PER_SECOND), order, None))
@@ -80,8 +85,9 @@ def generate(requests: int, seed: int) -> Iterator[TraceRequest]:
             output_length=answer,
             hash_ids=tuple(chat.blocks),
         )
-        goes_on = GOES_ON if len(chat.blocks) < LONG_BLOCKS else LONG_GOES_ON
-        if chance.random() < goes_on and len(chat.blocks) < MOST_BLOCKS:
+        if len(chat.blocks) >= LONG_BLOCKS:
+            likely *= LONG_FACTOR
+        if chance.random() < likely and len(chat.blocks) < MOST_BLOCKS:
             order += 1
             pause = chance.lognormvariate(math.log(PAUSE_MEDIAN_S), PAUSE_SPREAD)
             heapq.heappush(turns, (now + pause, order, chat))
@@ -94,4 +100,4 @@ def _blocks(chance: random.Random, median: float, spread: float) -> int:
 def _answer(chance: random.Random) -> int:
     if chance.random() < SHORT_ANSWER:
         return chance.randint(1, 30)
-    return max(1, min(2000, round(chance.gauss(385, 210))))
+    return max(1, min(2000, round(chance.gauss(ANSWER_MEAN, ANSWER_SPREAD))))

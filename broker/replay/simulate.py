@@ -15,6 +15,7 @@ from broker.errors import BrokerError
 from broker.replay.trace import BLOCK_TOKENS, TraceRequest
 from tiers.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
 from tiers.manager import TieringOffloadingManager
+from tiers.policies.factory import CachePolicyFactory
 from tiers.primary import CPUPrimaryTierOffloadingManager
 from tiers.region import NoDataRegion
 
@@ -46,11 +47,21 @@ class Setup:
             raise BadReplay(
                 f"{self.memory_blocks} blocks for {self.caches} caches: each needs at least one"
             )
+        try:
+            CachePolicyFactory.get_cache_policy_cls(self.policy)
+        except ValueError as error:
+            raise BadReplay(f"policy {self.policy!r}: {error}") from None
 
     @property
     def caches(self) -> int:
         """How many separate caches there are."""
         return 1 if self.layout == "shared" else self.engines
+
+    @property
+    def sizes(self) -> list[int]:
+        """Blocks of each cache; the first ones take what does not divide evenly."""
+        share, remainder = divmod(self.memory_blocks, self.caches)
+        return [share + (number < remainder) for number in range(self.caches)]
 
     def places(self, requests: int) -> list[int]:
         """Which engine gets which request: at random, the same for the same seed."""
@@ -71,10 +82,7 @@ class Result:
 
 def make_cache(rows: int, policy: str) -> TieringOffloadingManager:
     """A manager over rows without bytes."""
-    try:
-        primary = CPUPrimaryTierOffloadingManager(rows, NoDataRegion(rows), policy)
-    except (ValueError, ImportError) as error:
-        raise BadReplay(f"policy {policy!r}: {error}") from None
+    primary = CPUPrimaryTierOffloadingManager(rows, NoDataRegion(rows), policy)
     return TieringOffloadingManager(primary, [], tier_poll_interval_s=0)
 
 
@@ -85,13 +93,9 @@ def run(
 ) -> Result:
     """Replay; `progress` is told how many requests are done."""
     setup.check()
-    caches = [
-        make_cache(
-            setup.memory_blocks // setup.caches + (n < setup.memory_blocks % setup.caches),
-            setup.policy,
-        )
-        for n in range(setup.caches)
-    ]
+    # Rows beyond all blocks of the trace stay empty, so they need not be made.
+    most = sum(len(request.hash_ids) for request in trace)
+    caches = [make_cache(min(size, max(1, most)), setup.policy) for size in setup.sizes]
     places = setup.places(len(trace))
     blocks = hit_blocks = tokens = hit_tokens = 0
     start = time.perf_counter()
@@ -109,7 +113,7 @@ def run(
         cache.shutdown()
     return Result(
         requests=len(trace),
-        block_hit_rate=hit_blocks / blocks,
+        block_hit_rate=hit_blocks / max(1, blocks),
         token_hit_rate=hit_tokens / max(1, tokens),
         evictions=evictions,
         seconds=seconds,

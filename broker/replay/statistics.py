@@ -1,4 +1,9 @@
-"""What traces look like, side by side."""
+"""What traces look like, side by side.
+
+A session is told from the blocks alone, as a trace names none: a request goes on with the session
+that first used the last of its leading blocks seen before. The first block does not count, since it
+is everybody's; a longer system prompt that several chats share makes one session of them.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +20,28 @@ def statistics_of(trace: Sequence[TraceRequest]) -> dict[str, float]:
     inputs = np.array([request.input_length for request in trace])
     outputs = np.array([request.output_length for request in trace])
     uses = Counter(block for request in trace for block in request.hash_ids)
-    seen: set[int] = set()
+    session_of: dict[int, int] = {}
+    turns: list[int] = []
     total = hits = continued = 0
     for request in trace:
         total += len(request.hash_ids)
         leading = 0
         for block in request.hash_ids:
-            if block not in seen:
+            if block not in session_of:
                 break
             leading += 1
         hits += leading
-        continued += leading > 1
-        seen.update(request.hash_ids)
-    span_s = (trace[-1].timestamp - trace[0].timestamp) / 1000
+        if leading > 1:
+            continued += 1
+            session = session_of[request.hash_ids[leading - 1]]
+        else:
+            session = len(turns)
+            turns.append(0)
+        turns[session] += 1
+        for block in request.hash_ids[leading:]:
+            session_of.setdefault(block, session)
+    times = [request.timestamp for request in trace]
+    span_s = (max(times) - min(times)) / 1000
     return {
         "requests": len(trace),
         "seconds": span_s,
@@ -43,6 +57,10 @@ def statistics_of(trace: Sequence[TraceRequest]) -> dict[str, float]:
         "output p50": float(np.percentile(outputs, 50)),
         "output p90": float(np.percentile(outputs, 90)),
         "requests that continue": continued / len(trace),
+        "sessions": len(turns),
+        "turns per session": len(trace) / len(turns),
+        "sessions of one turn": turns.count(1) / len(turns),
+        "most turns": max(turns),
         "block hit rate, no limit": hits / total,
     }
 
@@ -60,4 +78,6 @@ def compare(traces: Mapping[str, Sequence[TraceRequest]]) -> str:
 
 
 def _show(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:,.4f}"
+    if isinstance(value, int) or value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:,.4f}"

@@ -1,12 +1,15 @@
 """The published trace format: one JSON object per line, one request each, in order of arrival.
 
 `{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [block, ...]}`,
-where a block is 512 tokens of the prompt and its id names the whole prefix up to it.
+where a block is 512 tokens of the prompt (the last one may be partly filled) and its id names the
+whole prefix up to it. Traces with blocks of another size are refused: rates over them would be
+wrong without a sign of it.
 """
 
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +18,16 @@ from typing import Any, Final
 from broker.errors import BrokerError
 
 BLOCK_TOKENS: Final = 512
+LIMIT: Final = 1 << 63
+"""Every number lies below; so keys and arrays hold it."""
 
 
 class BadTrace(BrokerError):
     """A line that is not a request of this format."""
+
+
+class TraceFileError(BrokerError):
+    """A file of a trace that cannot be read or written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +58,11 @@ class TraceRequest:
 def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
     """All requests of a file, or the first `limit`. BadTrace names the file and line."""
     try:
-        with path.open(encoding="utf-8") as file:
+        # Bytes that are no text become a character JSON has in strings only: their line is named.
+        with path.open(encoding="utf-8", errors="replace") as file:
             found = list(parse_lines(file, str(path), limit))
     except OSError as error:
-        raise BadTrace(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise BadTrace(f"{path} is not text: {error.reason}") from None
+        raise TraceFileError(f"{path} cannot be read: {error.strerror}") from None
     if not found:
         raise BadTrace(f"{path} holds no request")
     return found
@@ -78,11 +86,15 @@ def _parse(line: str, where: str) -> TraceRequest:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         raise BadTrace(f"{where}: not JSON: {error.msg}") from None
+    except ValueError:
+        raise BadTrace(f"{where}: a number is too long") from None
+    except RecursionError:
+        raise BadTrace(f"{where}: lists are nested too deeply") from None
     if not isinstance(value, dict):
         raise BadTrace(f"{where}: not an object")
     ids = value.get("hash_ids")
     if not isinstance(ids, list) or not all(_is_count(item) for item in ids):
-        raise BadTrace(f"{where}: hash_ids must be a list of numbers from 0")
+        raise BadTrace(f"{where}: hash_ids must be a list of numbers from 0 to 2^63 - 1")
     if not ids:
         raise BadTrace(f"{where}: hash_ids is empty")
     if len(set(ids)) != len(ids):
@@ -93,21 +105,22 @@ def _parse(line: str, where: str) -> TraceRequest:
         output_length=_count(value, "output_length", where),
         hash_ids=tuple(ids),
     )
-    if request.input_length > len(ids) * BLOCK_TOKENS:
+    needed = -(-request.input_length // BLOCK_TOKENS)
+    if needed != len(ids):
         raise BadTrace(
-            f"{where}: input_length {request.input_length} does not fit {len(ids)} blocks of "
-            f"{BLOCK_TOKENS}"
+            f"{where}: input_length {request.input_length} does not fit {len(ids)} hash_ids: it is "
+            f"{needed} blocks of {BLOCK_TOKENS} tokens; only traces of such blocks can be used"
         )
     return request
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value < LIMIT
 
 
 def _count(value: dict[str, Any], name: str, where: str) -> int:
     found = value.get(name)
     if not _is_count(found):
-        raise BadTrace(f"{where}: {name} is {found!r}, not a number from 0")
+        raise BadTrace(f"{where}: {name} is {reprlib.repr(found)}, not a number from 0 to 2^63 - 1")
     assert isinstance(found, int)
     return found

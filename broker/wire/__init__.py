@@ -48,13 +48,16 @@ from broker.wire.to_client import (
     StoreReply,
 )
 from broker.wire.vocabulary import (
+    MAX_ENTRIES,
     MAX_FRAME_BYTES,
     MAX_GROUPS,
     MAX_KEY_BYTES,
     MAX_KEYS,
     MAX_NAME_BYTES,
+    MAX_NESTING,
     MAX_PARAMS_BYTES,
     MAX_TEXT_BYTES,
+    MAX_WORLD,
     MIN_KEY_BYTES,
     NAMESPACE_BYTES,
     PROTOCOL_VERSION,
@@ -74,13 +77,16 @@ from broker.wire.vocabulary import (
 )
 
 __all__ = [
+    "MAX_ENTRIES",
     "MAX_FRAME_BYTES",
     "MAX_GROUPS",
     "MAX_KEYS",
     "MAX_KEY_BYTES",
     "MAX_NAME_BYTES",
+    "MAX_NESTING",
     "MAX_PARAMS_BYTES",
     "MAX_TEXT_BYTES",
+    "MAX_WORLD",
     "MESSAGE_CODES",
     "MESSAGE_TYPES",
     "MIN_KEY_BYTES",

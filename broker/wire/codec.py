@@ -10,10 +10,11 @@ from typing import Any
 import msgpack
 
 from broker.wire.registry import MESSAGE_CODES, MESSAGE_TYPES, Message
-from broker.wire.to_broker import LookupGroup
+from broker.wire.to_broker import Attach, LookupGroup, attach_head
 from broker.wire.to_client import Event, GroupResult
 from broker.wire.vocabulary import (
     LENGTH,
+    MAX_ENTRIES,
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     Malformed,
@@ -51,22 +52,38 @@ def encode(message: Message) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
+def _no_extension(code: int, data: bytes) -> Any:
+    """`max_ext_len` lets empty ones pass; this does not."""
+    raise ValueError(f"extension type {code}")
+
+
 def decode(body: bytes | memoryview) -> Message:
     """The message of a frame's body. WireError if it is none."""
     try:
-        values = msgpack.unpackb(body, strict_map_key=False, max_ext_len=0)
+        values = msgpack.unpackb(
+            body,
+            max_ext_len=0,
+            ext_hook=_no_extension,
+            max_array_len=MAX_ENTRIES,
+            max_map_len=MAX_ENTRIES,
+        )
     except Exception as error:  # noqa: BLE001  msgpack raises many kinds; all mean bad input
-        raise Malformed(f"not MessagePack: {type(error).__name__}") from None
+        raise Malformed(f"not MessagePack of ours: {type(error).__name__} {error}"[:200]) from None
     if type(values) is not list or not values or type(values[0]) is not int:
         raise Malformed("a frame must hold an array that begins with the message type")
     known = MESSAGE_TYPES.get(values[0])
     if known is None:
         raise UnknownType(f"message type {values[0]} is unknown to protocol {PROTOCOL_VERSION}")
-    kind, names, checks = known
+    kind, names, checks, whole = known
+    if kind is Attach and (head := attach_head(values)) is not None:
+        return head
     if len(values) != len(names) + 1:
         raise Malformed(f"{kind.__name__} has {len(names)} fields, {len(values) - 1} came")
     del values[0]
-    return kind(**{n: check(v, n) for n, check, v in zip(names, checks, values, strict=True)})
+    message = kind(**{n: check(v, n) for n, check, v in zip(names, checks, values, strict=True)})
+    if whole is not None:
+        whole(message)
+    return message
 
 
 class FrameReader:

@@ -12,11 +12,14 @@ from typing import Any
 import msgpack
 
 from broker.wire.vocabulary import (
+    MAX_FRAME_BYTES,
     MAX_KEY_BYTES,
     MAX_KEYS,
     MAX_NAME_BYTES,
+    MAX_NESTING,
     MAX_PARAMS_BYTES,
     MAX_TEXT_BYTES,
+    MIN_KEY_BYTES,
     NAMESPACE_BYTES,
     ROW_REF,
     Malformed,
@@ -35,6 +38,26 @@ def unsigned(bits: int) -> Check:
         return value
 
     return check
+
+
+def at_most(limit: int) -> Check:
+    """A number from 0 to `limit`; more is TooLarge."""
+
+    def check(value: Any, name: str) -> int:
+        if type(value) is not int or value < 0:
+            raise Malformed(f"{name} is {_short(value)}, not a number from 0 to {limit}")
+        if value > limit:
+            raise TooLarge(f"{name} is {value}, at most {limit} fit")
+        return value
+
+    return check
+
+
+def sequence(value: Any, name: str) -> int:
+    """Number of a call; 0 stands for no call."""
+    if type(value) is not int or not 0 < value < 1 << 32:
+        raise Malformed(f"{name} is {_short(value)}, not a number from 1 to {(1 << 32) - 1}")
+    return value
 
 
 def text_of(max_bytes: int) -> Check:
@@ -109,8 +132,10 @@ def pair(value: Any, name: str) -> tuple[str | None, str | None]:
 
 
 def params(value: Any, name: str) -> dict[str, Any]:
-    if type(value) is not dict or not all(type(key) is str for key in value):
+    if type(value) is not dict:
         raise Malformed(f"{name} is {_short(value)}, not a map with text keys")
+    # Each value takes a byte at least, so this ends before it looks at more than may come.
+    _check_free_form(value, name, MAX_PARAMS_BYTES)
     size = len(msgpack.packb(value))
     if size > MAX_PARAMS_BYTES:
         raise TooLarge(f"{name} packs to {size} bytes, at most {MAX_PARAMS_BYTES} fit")
@@ -120,7 +145,45 @@ def params(value: Any, name: str) -> dict[str, Any]:
 def any_map(value: Any, name: str) -> dict[str, Any]:
     if type(value) is not dict:
         raise Malformed(f"{name} is {_short(value)}, not a map")
+    _check_free_form(value, name, MAX_FRAME_BYTES)
     return value
+
+
+def _check_free_form(root: Any, name: str, most: int) -> None:
+    """Text keys at every depth, MAX_NESTING levels, `most` values. One level after the other, so
+    that no depth can exhaust the stack here, nor in whoever prints or packs the value later.
+    """
+    level, depth, seen = [root], 0, 0
+    while level:
+        depth += 1
+        if depth > MAX_NESTING:
+            raise TooLarge(f"{name} is nested more than {MAX_NESTING} levels deep")
+        inner: list[Any] = []
+        for value in level:
+            if type(value) is dict:
+                if not all(type(key) is str for key in value):
+                    raise Malformed(f"{name} holds a map with a key that is not text")
+                inner += value.values()
+            else:
+                inner += value
+        seen += len(inner)
+        if seen > most:
+            raise TooLarge(f"{name} holds over {most} values")
+        level = [value for value in inner if type(value) in (dict, list)]
+
+
+def keys_fit(keys: bytes, count: int, name: str) -> None:
+    """Malformed unless `keys` can be `count` keys of one permitted length."""
+    if count == 0:
+        if keys:
+            raise Malformed(f"{name}: {len(keys)} bytes of keys, but nothing that goes with a key")
+        return
+    size, rest = divmod(len(keys), count)
+    if rest or not MIN_KEY_BYTES <= size <= MAX_KEY_BYTES:
+        raise Malformed(
+            f"{name}: {len(keys)} bytes can't be {count} keys of one length, {MIN_KEY_BYTES} to "
+            f"{MAX_KEY_BYTES} bytes each"
+        )
 
 
 def _short(value: Any) -> str:

@@ -14,18 +14,27 @@ class Message:
     """One message; its fields in wire order are those of the dataclass."""
 
 
-MESSAGE_TYPES: dict[int, tuple[type[Message], tuple[str, ...], tuple[Check, ...]]] = {}
+Whole = Callable[[Any], None]
+"""Checks what one field can't tell: how fields of a message fit each other."""
+
+MESSAGE_TYPES: dict[
+    int, tuple[type[Message], tuple[str, ...], tuple[Check, ...], Whole | None]
+] = {}
 MESSAGE_CODES: dict[type[Message], tuple[int, tuple[str, ...]]] = {}
 
 
-def message(number: int, /, **checks: Check) -> Callable[[type[Any]], type[Any]]:
-    """Register a message type under `number`; `checks` are its fields, in wire order."""
+def message(
+    number: int, whole: Whole | None = None, /, **checks: Check
+) -> Callable[[type[Any]], type[Any]]:
+    """Register a message type under `number`; `checks` are its fields, in wire order. `whole` sees
+    the message once each field is good by itself.
+    """
 
     def register(kind: type[Any]) -> type[Any]:
         names = tuple(field.name for field in fields(kind))
         if names != tuple(checks):
             raise TypeError(f"{kind.__name__} has fields {names}, checks for {tuple(checks)}")
-        MESSAGE_TYPES[number] = (kind, names, tuple(checks.values()))
+        MESSAGE_TYPES[number] = (kind, names, tuple(checks.values()), whole)
         MESSAGE_CODES[kind] = (number, names)
         return kind
 

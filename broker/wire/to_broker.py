@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,10 @@ from broker.wire.fields import (
     U32,
     U64,
     WORDS,
+    at_most,
     blob,
     boolean,
+    keys_fit,
     list_of,
     namespace_id,
     one_of,
@@ -22,14 +25,24 @@ from broker.wire.fields import (
     pair,
     params,
     record,
+    sequence,
 )
 from broker.wire.registry import Message, message
 from broker.wire.vocabulary import (
     MAX_GROUPS,
+    MAX_KEY_BYTES,
     MAX_KEYS,
+    MAX_WORLD,
+    MIN_KEY_BYTES,
+    PROTOCOL_VERSION,
+    ROW_REF,
     LookupMode,
+    Malformed,
     Role,
+    TooLarge,
 )
+
+_WORD_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +74,45 @@ _GROUP = record(
 )
 
 
+def _check_attach(attach: Attach) -> None:
+    if attach.role is not Role.ADMIN and attach.key_bytes < MIN_KEY_BYTES:
+        raise Malformed(
+            f"key_bytes is {attach.key_bytes}, not {MIN_KEY_BYTES} to {MAX_KEY_BYTES}: a block "
+            "hash and the 4 bytes of its group"
+        )
+
+
+def _check_lookup(lookup: Lookup) -> None:
+    count = sum(len(group.positions) for group in lookup.groups) // _WORD_BYTES
+    if count > MAX_KEYS:
+        raise TooLarge(f"groups have {count} keys together, at most {MAX_KEYS} fit a message")
+    for group in lookup.groups:
+        keys_fit(group.keys, len(group.positions) // _WORD_BYTES, "groups")
+        if group.mode is LookupMode.WINDOW and not group.window:
+            raise Malformed("groups: a window of 0 chunks; it is 1 at least, or use a prefix")
+
+
+def _check_offer(offer: PrepareStore) -> None:
+    keys_fit(offer.keys, len(offer.positions) // _WORD_BYTES, "keys")
+
+
+def _check_stored(stored: CompleteStore) -> None:
+    if stored.digests and len(stored.digests) != len(stored.refs):
+        raise Malformed(
+            f"digests are {len(stored.digests) // 8} for {len(stored.refs) // ROW_REF.itemsize} "
+            "rows: one for each, or none"
+        )
+
+
 @message(
     1,
+    _check_attach,
     protocol=U32,
     client=NAME,
     engine_id=NAME,
     role=one_of(Role),
     rank=U32,
-    world=U32,
+    world=at_most(MAX_WORLD),
     row_bytes=U64,
     key_bytes=U8,
     pid=U32,
@@ -96,6 +140,32 @@ class Attach(Message):
     events: bool
 
 
+def attach_head(values: Sequence[Any]) -> Attach | None:
+    """What every version can read of an Attach (`values`: type, fields) of another version; None
+    if it is of this one. Nothing but protocol, client and engine_id means anything in it: enough
+    to refuse it by name.
+    """
+    if len(values) < 4:
+        raise Malformed(f"Attach begins with protocol, client, engine_id; {len(values) - 1} came")
+    protocol = U32(values[1], "protocol")
+    if protocol == PROTOCOL_VERSION:
+        return None
+    return Attach(
+        protocol=protocol,
+        client=NAME(values[2], "client"),
+        engine_id=NAME(values[3], "engine_id"),
+        role=Role.SCHEDULER,
+        rank=0,
+        world=0,
+        row_bytes=0,
+        key_bytes=0,
+        pid=0,
+        namespace=b"",
+        weights_version=None,
+        events=False,
+    )
+
+
 @message(
     2,
     request=NAME,
@@ -116,7 +186,9 @@ class Begin(Message):
     load_tiers: tuple[tuple[str | None, str | None], ...] | None
 
 
-@message(3, seq=U32, request=NAME, attempt=U32, groups=list_of(_GROUP, MAX_GROUPS))
+@message(
+    3, _check_lookup, seq=sequence, request=NAME, attempt=U32, groups=list_of(_GROUP, MAX_GROUPS)
+)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookup(Message):
     """Which chunks are there; answered by LookupReply. Each HIT is a hold from then on."""
@@ -159,7 +231,7 @@ class Release(Message):
     attempt: int
 
 
-@message(7, seq=U32, request=NAME, attempt=U32, positions=WORDS, keys=KEYS)
+@message(7, _check_offer, seq=sequence, request=NAME, attempt=U32, positions=WORDS, keys=KEYS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareStore(Message):
     """Offer of chunks to store; answered by StoreReply. `positions`: end token of each, u32 LE."""
@@ -171,7 +243,15 @@ class PrepareStore(Message):
     keys: bytes
 
 
-@message(8, request=NAME, attempt=U32, refs=REFS, success=boolean, digests=blob(8, MAX_KEYS))
+@message(
+    8,
+    _check_stored,
+    request=NAME,
+    attempt=U32,
+    refs=REFS,
+    success=boolean,
+    digests=blob(8, MAX_KEYS),
+)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompleteStore(Message):
     """Workers have written these rows, or failed to. `digests`: xxh3-64 of each row, u64 LE, or
@@ -211,7 +291,7 @@ class Cancel(Message):
     attempt: int
 
 
-@message(12, seq=U32, weights_version=optional(NAME))
+@message(12, seq=sequence, weights_version=optional(NAME))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reset(Message):
     """Every chunk of this engine is stale; answered by ResetReply. None: a private epoch."""
@@ -228,7 +308,7 @@ class TransfersEnded(Message):
     epoch: int
 
 
-@message(14, seq=U32)
+@message(14, seq=sequence)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ping(Message):
     """Are you there; answered by Pong."""
@@ -236,7 +316,7 @@ class Ping(Message):
     seq: int
 
 
-@message(15, seq=U32, verify=boolean)
+@message(15, seq=sequence, verify=boolean)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status(Message):
     """An admin asks for status; answered by StatusReply. `verify`: check the laws first."""
@@ -245,7 +325,7 @@ class Status(Message):
     verify: bool
 
 
-@message(16, seq=U32, namespace=NAME, weights_version=optional(NAME))
+@message(16, seq=sequence, namespace=NAME, weights_version=optional(NAME))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResetNamespace(Message):
     """An admin moves all sessions of a namespace (hex, or its beginning) to a new epoch;

@@ -16,15 +16,20 @@ from broker.wire.fields import (
     any_map,
     blob,
     boolean,
+    keys_fit,
     list_of,
     one_of,
     record,
 )
 from broker.wire.registry import Message, message
 from broker.wire.vocabulary import (
+    MAX_ENTRIES,
     MAX_FRAME_BYTES,
     MAX_GROUPS,
+    MAX_WORLD,
+    ROW_REF,
     ErrorCode,
+    Malformed,
     RefusalCode,
     StoreStatus,
 )
@@ -49,6 +54,16 @@ class Event:
 
 _RESULT = record(GroupResult, first=U32, refs=REFS)
 _EVENT = record(Event, removed=boolean, medium=NAME, keys=blob(1, MAX_FRAME_BYTES))
+
+
+def _check_store_reply(reply: StoreReply) -> None:
+    accepted, rows = len(reply.accepted) // 4, len(reply.refs) // ROW_REF.itemsize
+    if accepted != rows:
+        raise Malformed(f"accepted has {accepted} indexes for {rows} rows in refs")
+
+
+def _check_notice(notice: Notice) -> None:
+    keys_fit(notice.keys, len(notice.refs) // ROW_REF.itemsize, "keys")
 
 
 @message(
@@ -91,7 +106,7 @@ class Refused(Message):
     theirs: str
 
 
-@message(66, ready=boolean, missing=list_of(U32, 4096))
+@message(66, ready=boolean, missing=list_of(U32, MAX_WORLD))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionState(Message):
     """Whether all members of the session are there; stores and loads work only then."""
@@ -113,6 +128,7 @@ class LookupReply(Message):
 
 @message(
     68,
+    _check_store_reply,
     seq=U32,
     request=NAME,
     attempt=U32,
@@ -138,7 +154,7 @@ class StoreReply(Message):
     writing: bytes
 
 
-@message(69, request=NAME, attempt=U32, keys=KEYS, refs=REFS)
+@message(69, _check_notice, request=NAME, attempt=U32, keys=KEYS, refs=REFS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice(Message):
     """Current answer for keys that the attempt waits for; a row is held already."""
@@ -155,7 +171,7 @@ class Resync(Message):
     """Notices were dropped: look up again whatever waits."""
 
 
-@message(71, events=list_of(_EVENT, 4096))
+@message(71, events=list_of(_EVENT, MAX_ENTRIES))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Events(Message):
     """Chunks that this engine stored became readable, or are gone."""

@@ -15,6 +15,12 @@ MAX_NAME_BYTES: Final = 256
 MAX_TEXT_BYTES: Final = 4096
 MAX_PARAMS_BYTES: Final = 16 << 10
 MAX_GROUPS: Final = 64
+MAX_WORLD: Final = 4096
+"""Workers of an engine; a SessionState can list them all."""
+MAX_NESTING: Final = 16
+"""Maps and lists inside one another in a field of free form, the field itself counted."""
+MAX_ENTRIES: Final = 4096
+"""Entries of any one map or list, so that a small frame can't become a million objects."""
 NAMESPACE_BYTES: Final = 16
 MIN_KEY_BYTES, MAX_KEY_BYTES = 5, 255
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from engine_adapter.answers import Transfer
 from tests.engines import Engine, data_of, key
 
 
@@ -27,7 +28,7 @@ def run(engine: Engine, command: list[Any]) -> Any:
         request, numbers = rest
         state = client._requests[request]
         for n in numbers:
-            _, ref = state.transfers[key(n)]
+            _, ref = state.transfers[Transfer.STORE, key(n)][0]
             row = int(ref["row"])
             assert worker.memory is not None
             worker.memory.rows[row, :2048] = data_of(key(n))[:2048]
