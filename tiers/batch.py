@@ -35,9 +35,10 @@ def lookup_in_turn(
         results.extend(
             LookupResult.HIT if there else LookupResult.HIT_PENDING for there in ready.tolist()
         )
-        queries = min(known + 1, len(rest))
+        hits = int(np.count_nonzero(ready))  # what is pending counts once it is known
+        queries = hits + (known < len(rest))
         took = time.perf_counter() - start
-        metrics.on_lookup_batch(ctx, metrics.primary_tier_label, queries, known, took)
+        metrics.on_lookup_batch(ctx, metrics.primary_tier_label, queries, hits, took)
         if known < len(rest):
             result = ask_tiers(rest[known])
             results.append(result)

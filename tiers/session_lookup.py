@@ -146,7 +146,7 @@ class SessionLookups:
         self.manager._maybe_process_finished_jobs()
         claims = self._of(request, attempt)
         if claims is None:
-            self._open_gate()
+            self.manager._processed_jobs_this_step = False
             return np.full(1, MISS, dtype=np.int32)
         answers = self._scan(keys, claims, positions)
         if positions is not None:
@@ -171,15 +171,16 @@ class SessionLookups:
         self.manager._maybe_process_finished_jobs()
         claims = self._of(request, attempt)
         if claims is None:
-            self._open_gate()
+            self.manager._processed_jobs_this_step = False
             return 0, np.full(1, MISS, dtype=np.int32)
+        before = claims.current().held
         found: list[int] = []  # answers of the run, last key first
         end = len(keys)
         for index in range(len(keys) - 1, -1, -1):
             where = None if positions is None else positions[index : index + 1]
             answer = int(self._scan([keys[index]], claims, where)[0])
             if answer == MISS:
-                self._unhold_rows(claims, [row for row in found if row >= 0])
+                self._unhold_rows(claims, found, before)
                 found, end = [], index
                 continue
             found.append(answer)
@@ -187,7 +188,7 @@ class SessionLookups:
                 break
         else:
             if len(found) < first_window:
-                self._unhold_rows(claims, [row for row in found if row >= 0])
+                self._unhold_rows(claims, found, before)
                 found, end = [], 0
         start = end - len(found)
         answers = np.array(found[::-1] or [MISS], dtype=np.int32)
@@ -196,13 +197,14 @@ class SessionLookups:
         self._submit(claims)
         return start, answers
 
-    def _unhold_rows(self, claims: RequestClaims, rows: list[int]) -> None:
-        if rows:
-            owned = claims.current()
-            gone = np.unique(np.array(rows, dtype=np.int32))
-            owned.held = without(owned.held, gone)
-            self.rows.unclaim(gone)
-            self._pool.unhold(gone)
+    def _unhold_rows(self, claims: RequestClaims, found: list[int], before: RowArray) -> None:
+        """End the holds on `found` rows, but for those that the attempt had `before`."""
+        rows = np.array([row for row in found if row >= 0], dtype=np.int32)
+        gone = without(np.unique(rows), before)
+        owned = claims.current()
+        owned.held = without(owned.held, gone)
+        self.rows.unclaim(gone)
+        self._pool.unhold(gone)
 
     def _scan(
         self,
@@ -220,14 +222,12 @@ class SessionLookups:
             if known and rows.min() < 0:
                 known = int((rows < 0).argmax())
             answers = self._take(rest, rows[:known], claims)
+            took = time.perf_counter() - start
+            hits = int(np.count_nonzero(answers >= 0))  # what is pending counts once it is known
+            reached = len(answers) == known < len(rest)
             metrics = self.manager._metrics
-            metrics.on_lookup_batch(
-                claims.ctx,
-                metrics.primary_tier_label,
-                min(known + 1, len(rest)),
-                known,
-                time.perf_counter() - start,
-            )
+            label = metrics.primary_tier_label
+            metrics.on_lookup_batch(claims.ctx, label, hits + reached, hits, took)
             parts.append(answers)
             at = done
             done += len(answers)
@@ -329,9 +329,6 @@ class SessionLookups:
     def _submit(self, claims: RequestClaims) -> None:
         if self.manager.transfers.pending:
             self.manager.transfers.submit_promotions(claims.ctx.req_id)
-        self._open_gate()
-
-    def _open_gate(self) -> None:
         self.manager._processed_jobs_this_step = False
 
     # ---- waits -------------------------------------------------------------------------------
@@ -377,7 +374,7 @@ class SessionLookups:
 
     def _retry(self, claims: RequestClaims, key: OffloadKey) -> None:
         result = self.hub.ask_tiers(key, self._view(), claims.request)
-        self._open_gate()
+        self.manager._processed_jobs_this_step = False
         if result is LookupResult.RETRY:
             return
         claims.retries.discard(key)

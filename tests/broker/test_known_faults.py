@@ -175,6 +175,8 @@ def test_a_prompt_longer_than_a_message_is_asked_and_stored_in_parts(tmp_path: P
         assert a.store("r", keys) == 2600
         assert b.lookup("r", [*keys, key(9999)]) == 2600
         b.load("r", keys[:2500])
+        # what it has sent is handled now
+        assert b.client.calls.call(wire.Ping(seq=77), 77) == wire.Pong(seq=77)
         broker.check()
         with broker.lock:
             (pool,) = broker.pools

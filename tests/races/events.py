@@ -192,7 +192,7 @@ def _claims(model: Model, rows: set[int]) -> bool:
     session = model.broker.registry.engines.get("a")
     if session is None:
         return False
-    claims = [*each_attempt(session.view.requests), *session.view.lost]
+    claims = list(each_attempt(session.view.requests))
     return rows <= {
         row for owned in claims for row in (*owned.loading, *owned.held, *owned.storing)
     }

@@ -90,7 +90,10 @@ class Model:
             self.heard_before += engine.channels[role].resets_read if engine is self.engine else 0
         old = engine.channels.get(role)
         if old is not None and not old.is_over:  # what was said on it is still to be heard
-            engine.channels[f"old {role}"] = old
+            name = f"old {role}"
+            while name in engine.channels and not engine.channels[name].is_over:
+                name = f"old {name}"
+            engine.channels[name] = old
         engine.channels[role] = channel
         return channel
 

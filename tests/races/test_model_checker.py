@@ -39,7 +39,7 @@ ON_ITS_WAY = {
     "load-and-store": Scenario(keys=2, ready=(0,), program=BOTH),
 }
 EVERY = {**ONE_CHUNK, **ON_ITS_WAY}
-WALKS = 60
+WALKS = 40
 
 
 @pytest.fixture(autouse=True)

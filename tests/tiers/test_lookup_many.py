@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
@@ -10,6 +12,7 @@ from tests.tiers.doubles import FakeClock, ScriptedTier, key, make_manager, patt
 from tiers.base import LookupResult, OffloadKey, ReqContext
 from tiers.manager import TieringOffloadingManager
 from tiers.session import MISS, PENDING, RETRY
+from tiers.sessions import Shares
 
 ROWS = 6
 PROMPTS = st.lists(st.integers(0, 11), min_size=1, max_size=8)
@@ -44,6 +47,23 @@ def loop(manager: TieringOffloadingManager, prompt: list[OffloadKey]) -> list[Lo
     return answers
 
 
+def counted(manager: TieringOffloadingManager) -> list[dict[tuple[str, ...], Any]]:
+    """Queries and hits by tier."""
+    stats = manager.get_stats()
+    assert stats is not None
+    names = [f"vllm:kv_offload_tiering_chunk_{what}" for what in ("queries", "hits")]
+    tiers = stats.data["data"]
+    return [{k: v for k, v in tiers.get(name, {}).items() if v} for name in names]
+
+
+def submitted(manager: TieringOffloadingManager) -> list[tuple[list[OffloadKey], list[int]]]:
+    """What is promoted, and whereto."""
+    manager.transfers.submit_promotions()
+    (tier,) = manager.secondary_tiers
+    assert isinstance(tier, ScriptedTier)
+    return [(list(job.keys), job.chunk_ids.tolist()) for job in tier.loads]
+
+
 @given(
     policy=st.sampled_from(["lru", "arc"]),
     resident=st.lists(st.integers(0, 11), max_size=4),
@@ -69,34 +89,52 @@ def test_a_batch_is_answered_as_the_loop_is(
         assert one.primary_tier.lookup(key(number), ctx) is other.primary_tier.lookup(
             key(number), ctx
         )
+    if len(set(prompt)) == len(prompt):
+        assert counted(one) == counted(other)
+    assert submitted(one) == submitted(other)
 
 
 @given(
     policy=st.sampled_from(["lru", "arc"]),
     resident=st.lists(st.integers(0, 11), max_size=4),
+    writing=st.lists(st.integers(0, 11), max_size=2),
     tier=HAVE,
     unsure=HAVE,
-    prompt=PROMPTS,
+    prompts=st.lists(PROMPTS, min_size=1, max_size=3),
+    total=st.sampled_from([1.0, 0.7, 0.4]),
 )
 def test_a_session_answers_a_batch_as_its_loop(
-    policy: str, resident: list[int], tier: set[int], unsure: set[int], prompt: list[int]
+    policy: str,
+    resident: list[int],
+    writing: list[int],
+    tier: set[int],
+    unsure: set[int],
+    prompts: list[list[int]],
+    total: float,
 ) -> None:
-    keys = [key(number) for number in prompt]
-    batch, single = (make(policy, resident, [], tier, unsure) for _ in range(2))
+    batch, single = (make(policy, resident, writing, tier, unsure) for _ in range(2))
+    shares = Shares(total=total, tiers=0.5, sure=0.0)
     for manager in (batch, single):
-        manager.share(clock=FakeClock())
+        manager.share(shares=shares, clock=FakeClock())
         manager.session("s").begin("r")
-    answers = batch.session("s").lookup_many(keys, "r", 1, np.arange(len(keys)))
-    found = [_ANSWERS.get(answer, LookupResult.HIT) for answer in answers.tolist()]
     ctx = ReqContext("r")
-    expected = []
-    for chunk in keys:
-        expected.append(single.session("s").lookup(chunk, ctx))
-        if expected[-1] is LookupResult.MISS:
-            break
-    assert found == expected
-    assert batch._sessions is not None
-    batch._sessions.check()
+    for prompt in prompts:
+        keys = [key(number) for number in prompt]
+        answers = batch.session("s").lookup_many(keys, "r", 1, np.arange(len(keys)))
+        found = [_ANSWERS.get(answer, LookupResult.HIT) for answer in answers.tolist()]
+        expected = []
+        for chunk in keys:
+            expected.append(single.session("s").lookup(chunk, ctx))
+            if expected[-1] is LookupResult.MISS:
+                break
+        assert found == expected
+    one, other = batch.session("s"), single.session("s")
+    assert set(one.requests["r"].current().held) == set(other.requests["r"].current().held)
+    assert one.requests["r"].waits == other.requests["r"].waits
+    if len(prompts) == 1 and len(set(prompts[0])) == len(prompts[0]) and total == 1.0:
+        assert counted(batch) == counted(single)
+    one.finish("r")  # its unfinished stores and promotions stay
+    one.hub.rows.check()
 
 
 def test_a_tier_with_a_hole_starts_just_the_promotions_that_help() -> None:

@@ -274,7 +274,7 @@ def test_a_name_used_again_while_its_old_store_runs_is_told_to_tiers_last() -> N
     assert len(pool.a.complete_offer("r", 1, old, True)) == 0
     (tier,) = pool.tiers
     pool.a.finish("r")
-    assert tier.begun == tier.ended + ["a/r"] == ["a/r", "a/r"]
+    assert tier.begun == [*tier.ended, "a/r"] == ["a/r", "a/r"]
     assert len(pool.a.complete_offer("r", 2, new, True)) == 0
     assert [list(job.keys) for job in tier.stores] == [keys(2)]
     assert tier.ended == ["a/r", "a/r"]

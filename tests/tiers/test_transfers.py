@@ -95,7 +95,8 @@ def test_a_job_names_rows_parallel_to_its_keys() -> None:
     store(manager, 5, 3, 4)
     job = tier.stores[0]
     assert job.chunk_ids.tolist() == manager.primary_tier.rows.find(list(job.keys)).tolist()
-    assert (job.chunk_ids.dtype, job.is_promotion) == (np.int32, False)
+    assert job.chunk_ids.dtype == np.int32
+    assert not job.is_promotion
     assert manager._transfer_jobs[job.job_id].transfer_job is job
 
 
