@@ -25,6 +25,7 @@ from broker.refs import (
     tier_filter,
     unpack_rows,
 )
+from broker.telling import event_messages, notice_messages
 from tiers.base import ReqContext
 from tiers.ledger import NO_ROWS, RowArray
 from tiers.session import MISS, Session, StoreAnswer
@@ -348,32 +349,17 @@ class EngineSession:
 
     def tell(self, notice_limit_bytes: int) -> None:
         """Send notices and events that have come up. Past the limit: "resync" instead."""
-        notices = self.view.take_notices()
+        notices, events = self.view.take_notices(), self.view.take_events()
         port = None if self.scheduler is None else self.scheduler.port
         if port is None:
-            self.view.take_events()
             return
         if notices and port.queued_bytes > notice_limit_bytes:
             port.send(wire.Resync())
         else:
-            for (request, attempt), told in notices.items():
-                keys = b"".join(key[NAMESPACE_BYTES:] for key in told)
-                answers = np.fromiter(told.values(), dtype=np.int32, count=len(told))
-                port.send(
-                    wire.Notice(
-                        request=request, attempt=attempt, keys=keys, refs=self._refs(answers)
-                    )
-                )
-        events = [
-            wire.Event(
-                removed=event.removed,
-                medium=event.medium.value,
-                keys=b"".join(key[NAMESPACE_BYTES:] for key in event.keys),
-            )
-            for event in self.view.take_events()
-        ]
-        if events:
-            port.send(wire.Events(events=tuple(events)))
+            for notice in notice_messages(notices, self.pool):
+                port.send(notice)
+        for message in event_messages(events):
+            port.send(message)
 
 
 @dataclass(frozen=True, slots=True)
