@@ -6,14 +6,18 @@ is in `engine_adapter.answers`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from broker import wire
 from engine_adapter.answers import NO_REFS, GroupQuery, GroupState, Offer, RequestState, to_wire
 from engine_adapter.calls import Calls
+
+log = logging.getLogger(__name__)
 
 
 class NoAnswer(Exception):
@@ -23,6 +27,28 @@ class NoAnswer(Exception):
     def __init__(self, replies: Sequence[wire.Message] = ()) -> None:
         super().__init__()
         self.replies = replies
+
+
+def begin(
+    request: str,
+    adapter: bytes,
+    kv_transfer_params: dict[str, Any] | None,
+    load_tiers: Sequence[tuple[str | None, str | None]] | None,
+) -> wire.Begin:
+    """The message that begins a request. Parameters that the wire does not take, which an engine's
+    user may have chosen, are left out with a warning: they are no reason to lose the cache."""
+    message = wire.Begin(
+        request=request,
+        namespace=adapter,
+        kv_transfer_params=kv_transfer_params,
+        load_tiers=None if load_tiers is None else tuple(load_tiers),
+    )
+    try:
+        wire.decode(wire.encode(message)[4:])
+    except (wire.WireError, TypeError, ValueError, OverflowError) as error:
+        log.warning("request %s: its parameters are not sent: %s", request, error)
+        message = replace(message, kv_transfer_params=None, load_tiers=None)
+    return message
 
 
 def lookup(calls: Calls, state: RequestState, groups: Sequence[GroupQuery]) -> list[GroupState]:

@@ -191,17 +191,10 @@ class SchedulerClient:
     ) -> None:
         """A request begins. Needed only if it has an adapter (16-byte digest of its files) or
         parameters; otherwise its first lookup or store begins it."""
-        self._link.check_thread()
+        request = self._link.enter(request)
         self._new_state(request)
         if adapter or kv_transfer_params is not None or load_tiers is not None:
-            self._link.send(
-                wire.Begin(
-                    request=request,
-                    namespace=adapter,
-                    kv_transfer_params=kv_transfer_params,
-                    load_tiers=None if load_tiers is None else tuple(load_tiers),
-                )
-            )
+            self._link.send(asking.begin(request, adapter, kv_transfer_params, load_tiers))
 
     def _new_state(self, request: str) -> RequestState:
         """A request begins; transfers of an earlier one of its name may still be running."""
@@ -217,14 +210,14 @@ class SchedulerClient:
 
     def preempted(self, request: str) -> None:
         """The request starts over: earlier answers are void."""
-        self._link.check_thread()
+        request = self._link.enter(request)
         state = self._requests.get(request)
         if state is not None:
             self._give_up_attempt(state)
 
     def finish(self, request: str) -> None:
         """No new call will come for the request; completions of its transfers may."""
-        self._link.check_thread()
+        request = self._link.enter(request)
         state = self._requests.get(request)
         if state is None:
             return
@@ -250,7 +243,7 @@ class SchedulerClient:
         A MISS is asked again after 250 ms at the earliest; a wait of `wait_limit_s` is a MISS.
         What is not pending is held until prepare_load, `finish`, or 2 s without a lookup.
         """
-        self._link.check_thread()
+        request = self._link.enter(request)
         state = self._state_of(request)
         known = state.answer
         if known is not None:
@@ -288,7 +281,7 @@ class SchedulerClient:
         Answered from holds, without I/O; the broker is told. Every other hold of the request ends.
         None if one of the keys is not held any more (recompute then).
         """
-        self._link.check_thread()
+        request = self._link.enter(request)
         state = self._requests.get(request)
         refs = None if state is None else state.refs_of(keys)
         if state is None or refs is None:
@@ -306,7 +299,7 @@ class SchedulerClient:
     ) -> None:
         """Workers are done with `keys`; the `failed` ones among them did not verify, and nobody
         will find them again."""
-        self._link.check_thread()
+        request = self._link.enter(request)
         for attempt, done in self._ended(request, Transfer.LOAD, keys):
             self._link.send(
                 wire.CompleteLoad(
@@ -333,7 +326,7 @@ class SchedulerClient:
 
     def prepare_store(self, request: str, keys: Sequence[bytes], positions: Sequence[int]) -> Offer:
         """Offer chunks; `positions`: end token of each in the request."""
-        self._link.check_thread()
+        request = self._link.enter(request)
         if not self.is_ready:
             self._link.poll()
             return Offer()
@@ -358,7 +351,7 @@ class SchedulerClient:
         digests: Sequence[int] = (),
     ) -> None:
         """Workers have written `keys`, or failed to. `digests`: xxh3-64 of each row, if known."""
-        self._link.check_thread()
+        request = self._link.enter(request)
         known = dict(zip(keys, digests, strict=False))
         for attempt, done in self._ended(request, Transfer.STORE, keys):
             self._link.send(
@@ -375,7 +368,7 @@ class SchedulerClient:
 
     def touch(self, request: str, keys: Sequence[bytes]) -> None:
         """Count chunks as used now; `keys` in prefix order."""
-        self._link.check_thread()
+        request = self._link.enter(request)
         self._link.send(wire.Touch(request=request, keys=b"".join(keys)))
 
     def reset(self, weights_version: str | None = None) -> bool:

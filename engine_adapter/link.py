@@ -8,6 +8,7 @@ What the messages mean is in `engine_adapter.client` and `engine_adapter.worker`
 from __future__ import annotations
 
 import array
+import hashlib
 import logging
 import os
 import select
@@ -199,6 +200,15 @@ class Link:
                 "a kvquay client belongs to the thread that first used it; give each thread its "
                 "own, or hand calls to the owner"
             )
+
+    def enter(self, request: str) -> str:
+        """Begin a call about a request: check the thread, and give the name it has on the wire. A
+        name that does not fit, which an engine's user may have chosen, is known by its digest."""
+        self.check_thread()
+        name = request.encode("utf-8", "surrogatepass")
+        if len(name) <= wire.MAX_NAME_BYTES and request.isprintable():
+            return request
+        return "sha256:" + hashlib.sha256(name).hexdigest()
 
     def send(self, message: wire.Message) -> bool:
         """Send if the link is up; whether it was taken."""

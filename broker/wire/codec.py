@@ -40,7 +40,10 @@ _MESSAGES = {kind: (code, _getter(kind)) for kind, (code, _) in MESSAGE_CODES.it
 
 def _plain(value: Any) -> Any:
     """Parts inside a message as arrays; called by the packer for what it does not know."""
-    return _PARTS[type(value)](value)
+    values = _PARTS.get(type(value))
+    if values is None:
+        raise TypeError(f"a message cannot carry a {type(value).__name__}")
+    return values(value)
 
 
 def encode(message: Message) -> bytes:

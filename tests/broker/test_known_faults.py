@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -187,3 +188,27 @@ def test_a_prompt_longer_than_a_message_is_asked_and_stored_in_parts(tmp_path: P
         assert (answer.groups[0].first, answer.groups[0].count) == (2596, 4)
         a.close()
         b.close()
+
+
+class Odd:
+    """Nothing that a message can carry."""
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "\ud800", "line\nbreak", "\0", "", "é" * 200])
+@pytest.mark.parametrize(
+    "params", [None, {"a": "x" * 20_000}, {"a": Odd()}, {1: 2}, {"a": 2**80}, {"a": "\ud800"}]
+)
+def test_what_a_user_calls_a_request_does_not_cost_the_cache(
+    broker: TestBroker, name: str, params: Any
+) -> None:
+    a, b = Engine(broker.path, "a"), Engine(broker.path, "b")
+    a.client.begin(name, kv_transfer_params=params)
+    assert a.store(name, [key(1)]) == 1
+    a.client.finish(name)
+    assert a.client.calls.call(wire.Ping(seq=77), 77) == wire.Pong(seq=77)
+    b.client.begin(name, kv_transfer_params=params)
+    assert b.lookup(name, [key(1)]) == 1
+    b.load(name, [key(1)])
+    b.client.finish(name)
+    a.close()
+    b.close()
