@@ -85,7 +85,8 @@ class Admin:
         except OSError as error:
             self._socket.close()
             raise NoBroker(f"the broker does not answer: {error}") from None
-        if isinstance(answer, wire.Error):
+        if isinstance(answer, (wire.Error, wire.Refused)):
+            self._socket.close()
             raise BrokerError(answer.text)
         return answer
 

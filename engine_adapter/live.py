@@ -66,7 +66,7 @@ class _Engine:
 
 
 def memory_for(rows: int, chunk_bytes: int) -> int:
-    """Bytes of `--memory` that give exactly `rows` rows of this size."""
+    """Bytes of `--memory` that give `rows` rows of this size, and a few more if they are small."""
     row = -(-chunk_bytes // PAGE_BYTES) * PAGE_BYTES
     header = -(-(HEADER_ROOM_BYTES + GENERATION_BYTES * rows) // PAGE_BYTES) * PAGE_BYTES
     return rows * row + header

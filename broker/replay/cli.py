@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from broker.errors import BrokerError
 from broker.replay import generate, report, simulate
 from broker.replay.report import Row
 from broker.replay.statistics import compare
@@ -122,16 +123,19 @@ def _live(trace: Sequence[TraceRequest], setup: simulate.Setup, chunk_bytes: int
         live.LiveRequest(hash_ids=request.hash_ids, input_length=request.input_length)
         for request in trace
     ]
-    result = live.run_live(
-        requests,
-        engines=setup.engines,
-        memory_blocks=setup.memory_blocks,
-        layout=setup.layout,
-        policy=setup.policy,
-        seed=setup.seed,
-        chunk_bytes=chunk_bytes,
-        progress=sys.stderr.isatty(),
-    )
+    try:
+        result = live.run_live(
+            requests,
+            engines=setup.engines,
+            memory_blocks=setup.memory_blocks,
+            layout=setup.layout,
+            policy=setup.policy,
+            seed=setup.seed,
+            chunk_bytes=chunk_bytes,
+            progress=sys.stderr.isatty(),
+        )
+    except RuntimeError as error:
+        raise BrokerError(f"live replay failed: {error}") from error
     extra = {
         "load_gb_per_s": round(result.load_bytes_per_s / 1e9, 3),
         "store_gb_per_s": round(result.store_bytes_per_s / 1e9, 3),

@@ -35,7 +35,13 @@ class ToyConfig:
     def kv_depends_on(self) -> dict[str, str | int]:
         """Everything that changes the bytes of a block, for the namespace."""
         sizes = {name: value for name, value in asdict(self).items() if name != "num_blocks"}
-        return {"model": "kvquay toy", "dtype": "float32", "torch": torch.__version__, **sizes}
+        # Sums depend on the order of their parts: on how many threads and what instructions.
+        machine = {
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+        }
+        return {"model": "kvquay toy", "dtype": "float32", **machine, **sizes}
 
 
 class ToyModel:
