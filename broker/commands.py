@@ -136,6 +136,8 @@ def _print_status(found: dict[str, Any]) -> None:
     )
     for text in found["violations"]:
         print(f"law broken: {text}")
+    if found["no_fresh_memory"]:
+        print(f"no cache until they have gone: {found['no_fresh_memory']}")
     for mapper in found["waiting_for_old_mappers"]:
         print(f"waiting for engine {mapper['engine']} worker {mapper['rank']} of before")
     for number, pool in enumerate(found["pools"]):

@@ -51,7 +51,14 @@ class SupervisorLink:
 
     def ready(self) -> None:
         """The broker serves."""
-        send(self._channel, {"ready": True})
+        self.say({"ready": True})
+
+    def say(self, message: dict[str, Any]) -> None:
+        """Tell the supervisor something that needs no answer. SupervisorLost if it is gone."""
+        try:
+            send(self._channel, message)
+        except OSError as error:
+            raise SupervisorLost("the supervisor is gone; the broker ends") from error
 
     def hand_over(self, pidfd: int, info: dict[str, Any]) -> None:
         """Let the supervisor keep a mapper's pidfd; returns once it has it. SupervisorLost if it

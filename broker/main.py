@@ -49,6 +49,8 @@ class Broker:
         self.region = Region.open(fds[0], start["huge_pages"])
         self._listener = socket.socket(fileno=fds[1])
         self._started_at = time.monotonic()
+        self._asked_for_memory = False
+        self._no_memory = ""
         self._lock = threading.Lock()
         self.pools: list[Pool] = []
         self._places = split(self.region.size_bytes, self.config.pool)
@@ -67,6 +69,7 @@ class Broker:
             about=self._about,
             outbound_limit_bytes=self.config.outbound_limit,
             notice_limit_bytes=self.config.notice_limit,
+            on_turn=self._on_turn,
         )
 
     def run(self) -> None:
@@ -99,6 +102,7 @@ class Broker:
             if message.get("reserved"):
                 self._reserved = True
                 self._thaw_if_safe()
+            self._no_memory = message.get("no_memory", self._no_memory)
 
     # ---- restart -----------------------------------------------------------------------------
 
@@ -106,6 +110,19 @@ class Broker:
     def is_frozen(self) -> bool:
         """Whether rows may not be given out yet."""
         return bool(self._old_mappers) or not self._reserved
+
+    def _on_turn(self, now: float) -> None:
+        """Old mappers that stay too long (stopped, say) are left alone with the old memory."""
+        late = now - self._started_at > self.config.restart_wait
+        if self._old_mappers and late and not self._asked_for_memory:
+            self._asked_for_memory = True
+            log.warning(
+                "%d processes of before have neither ended nor attached again within %g s; "
+                "asking for fresh memory",
+                len(self._old_mappers),
+                self.config.restart_wait,
+            )
+            self._link.say({"want_memory": True})
 
     def _mapper_done(self, pidfd: int) -> None:
         """A process that mapped the memory under an earlier broker is dead, or attached again."""
@@ -117,6 +134,8 @@ class Broker:
     def _thaw_if_safe(self) -> None:
         if self.is_frozen:
             return
+        if self._asked_for_memory:
+            self._link.say({"thawed": True})
         with self._lock:
             for pool in self.pools:
                 pool.frozen = False
@@ -201,6 +220,7 @@ class Broker:
             "memory_bytes": self.region.size_bytes,
             "memory_reserved": self._reserved,
             "huge_pages": self.region.huge_pages,
+            "no_fresh_memory": self._no_memory,
             "waiting_for_old_mappers": [
                 {**info, "pidfd": None} for info in self._old_mappers.values()
             ],

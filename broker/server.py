@@ -68,10 +68,12 @@ class Server:
         outbound_limit_bytes: int,
         notice_limit_bytes: int,
         clock: Callable[[], float] = time.monotonic,
+        on_turn: Callable[[float], None] = lambda now: None,
     ) -> None:
         """`attached` makes the answer to an attach, `memory_fd` gives the memory to send with it,
         `hand_over(pidfd, info)` returns once the supervisor keeps the pidfd of a process that is
-        about to map it, `about` tells of the broker for status."""
+        about to map it, `about` tells of the broker for status, `on_turn(now)` is called at every
+        turn, at least once a second."""
         self._listener = listener
         self.registry = registry
         self.pools = pools
@@ -82,6 +84,7 @@ class Server:
         self._outbound_limit = outbound_limit_bytes
         self._notice_limit = notice_limit_bytes
         self._clock = clock
+        self._on_turn = on_turn
         self._epoll = select.epoll()
         self._watched: dict[int, Client | Callable[[], None]] = {}
         """What each descriptor is: a connection, or something to call when it is readable."""
@@ -153,6 +156,7 @@ class Server:
                 self._after(client)
         self._tell()
         now = self._clock()
+        self._on_turn(now)
         if now - self._collected_at > COLLECT_EVERY_S:
             self._collected_at = now
             with self.lock:

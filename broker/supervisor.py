@@ -92,6 +92,12 @@ class Supervisor:
         self._reserve_error: BrokerError | None = None
         self._reserved = False
         self._told_reserved = False
+        self._fresh: Region | None = None
+        """Memory that is to take the place of what a stopped process may still write to."""
+        self._fresh_is_ready = False
+        self._fresh_thread: threading.Thread | None = None
+        self._fresh_ends: deque[tuple[Region, bool]] = deque()
+        """What the reserving thread came to; only the main thread acts on it."""
 
     def run(self) -> int:
         """Serve until a signal or an error ends it; BrokerError for errors worth a message."""
@@ -119,6 +125,7 @@ class Supervisor:
                 self._end_child_now()
                 self._stopping = True
                 reserver.join()
+                self._end_fresh()
                 self._region.close()
         finally:
             self._listener.close()
@@ -206,6 +213,8 @@ class Supervisor:
         if self._reserved and not self._told_reserved and self._channel is not None:
             self._told_reserved = True
             self._say({"reserved": True})
+        while self._fresh_ends:
+            self._take_fresh()
         if self._reserve_error is not None and not self._stopping:
             self._stop()
         now = self._clock()
@@ -249,8 +258,63 @@ class Supervisor:
             self._mappers.append(Mapper(fds[0], message["info"]))
             self._say({"ack": message["mapper"]})
             fds = fds[1:]
+        if "want_memory" in message:
+            self._make_fresh()
+        if "thawed" in message:
+            self._drop_fresh()
         for fd in fds:
             os.close(fd)
+
+    def _make_fresh(self) -> None:
+        """Reserve memory in place of the present one, which stays with whoever still maps it."""
+        try:
+            region = Region.create(self._config.memory, huge_pages=self._config.huge_pages)
+        except BrokerError as error:
+            log.warning(
+                "no fresh memory beside the old one, so no cache until it is free: %s", error
+            )
+            self._say({"no_memory": str(error)})
+            return
+        region.write_header(0, 0)
+        self._fresh = region
+
+        def reserve() -> None:
+            done = False
+            try:
+                done = region.reserve(stopping=lambda: self._fresh is not region)
+            except BrokerError as error:
+                log.warning("no fresh memory beside the old one: %s", error)
+            self._fresh_ends.append((region, done))
+            self._bell.ring()
+
+        self._fresh_thread = threading.Thread(target=reserve, name="kvquay-reserve", daemon=True)
+        self._fresh_thread.start()
+
+    def _take_fresh(self) -> None:
+        """The reserving thread has ended: start anew on its memory, if it is still wanted."""
+        region, done = self._fresh_ends.popleft()
+        if region is not self._fresh or not done:
+            region.close()
+            self._fresh = None if region is self._fresh else self._fresh
+        elif self._child is not None:
+            log.info("fresh memory is reserved; the broker starts anew on it")
+            self._fresh_is_ready = True
+            self._child.terminate()
+
+    def _drop_fresh(self) -> None:
+        """It is not needed after all; whoever is told of its reservation closes it."""
+        region, self._fresh = self._fresh, None
+        if region is not None and self._fresh_is_ready:
+            self._fresh_is_ready = False
+            region.close()
+
+    def _end_fresh(self) -> None:
+        """Let no thread and no memory of it be left."""
+        self._drop_fresh()
+        if self._fresh_thread is not None:
+            self._fresh_thread.join()
+        while self._fresh_ends:
+            self._fresh_ends.popleft()[0].close()
 
     def _obey(self, number: int) -> None:
         if number == signal.SIGHUP:
@@ -275,6 +339,15 @@ class Supervisor:
             return
         self._forget_child()
         if self._stopping:
+            return
+        if self._fresh_is_ready and self._fresh is not None:
+            self._fresh_is_ready = False
+            self._region.close()
+            self._region, self._fresh = self._fresh, None
+            for mapper in self._mappers:
+                os.close(mapper.pidfd)
+            self._mappers = []
+            self._start_broker()
             return
         status = child.returncode
         self._endings.append(

@@ -79,6 +79,28 @@ def test_after_a_restart_no_row_is_given_out_while_an_old_mapper_lives(tmp_path:
         assert a.ask("store", "r3", [5]) == 1
 
 
+def test_a_mapper_that_stays_is_left_alone_with_the_old_memory(tmp_path: Path) -> None:
+    with (
+        real_broker(tmp_path, "--restart-wait", "200ms") as broker,
+        real_engine(broker.path, "a") as a,
+        real_engine(broker.path, "b") as b,
+    ):
+        assert a.ask("store", "r", [1]) == 1
+        assert len(b.ask("reserve", "r", [2])) == 1
+        b.kill(signal.SIGSTOP)
+        broker.child.kill()
+        assert eventually(lambda: a.ask("step") == 3)  # 2 waited in vain, 3 has fresh memory
+        assert a.ask("store", "r2", [5]) == 1
+        b.kill(signal.SIGCONT)
+        b.ask("write", "r", [2])  # into the memory of before, where it harms nobody
+        assert eventually(lambda: b.ask("step") == 3)
+        assert b.ask("lookup", "r3", [5]) == 1
+        assert b.ask("load", "r3", [5]) == {"good": 1, "wrong": 0}
+        status = broker.status()
+        assert status is not None
+        assert status["waiting_for_old_mappers"] == []
+
+
 def test_without_its_supervisor_the_broker_ends(tmp_path: Path) -> None:
     broker = RealBroker(tmp_path)
     broker.wait_up()

@@ -346,6 +346,7 @@ def test_a_reset_drains_first_and_what_it_interrupted_ends_quietly() -> None:
     assert manager.primary_tier.rows.num_busy == 0
     manager.on_request_finished(ctx)
     assert not manager._req_state
+    assert not manager._metrics._request_states
 
 
 def test_completing_an_offer_of_which_a_part_was_there_is_fine() -> None:

@@ -230,3 +230,19 @@ def test_batches_are_without_repetition_and_lose_nothing(rows: list[int]) -> Non
     assert sorted(row for batch in batches for row in batch.tolist()) == sorted(rows)
     assert all(len(set(batch.tolist())) == len(batch) > 0 for batch in batches)
     assert len(batches) == max((rows.count(row) for row in rows), default=0)
+
+
+@POLICIES
+def test_what_was_passed_over_while_read_is_evicted_later(kind: type[CachePolicy]) -> None:
+    pool, _ = make(kind, 3)
+    oldest = fill(pool, 1)
+    fill(pool, 2)
+    fill(pool, 3)
+    pool.hold(oldest)
+    fill(pool, 4)
+    assert pool.find(keys(1, 2))[0] == oldest[0]
+    assert pool.find(keys(2)).tolist() == [-1]
+    pool.unhold(oldest)
+    _, evicted = pool.reserve(keys(5, 6, 7), ReqContext("n"), set())
+    assert sorted(evicted) == keys(1, 3, 4)
+    pool.check()

@@ -149,7 +149,7 @@ def test_what_did_not_verify_is_found_by_nobody_but_stays_for_those_who_read_it(
     assert look(pool.a, 1, request="late") == [MISS]
     assert pool.rows.slots.state(int(rows[0])) is SlotState.QUARANTINED
     pool.hub.check()
-    assert len(pool.b.complete_rows("r", 1, rows)) == 0
+    assert len(pool.b.complete_rows("r", 1, rows[1:], failed=rows[:1])) == 0
     assert pool.rows.slots.state(int(rows[0])) is SlotState.FREE
     pool.hub.check()
 
@@ -309,7 +309,8 @@ def test_positions_reach_the_policy_also_for_what_was_waited_for() -> None:
 def test_a_request_that_asks_for_ever_keeps_no_more_than_it_needs(pool: Pool) -> None:
     rows = pool.fill(1, 2)
     for turn in range(MOST_NOTES * 3):
-        pool.a.lookup_many(keys(1, 2, 9), "r", 1, np.array([turn, 20, 30]))
+        asked = keys(1, 9) if turn else keys(1, 2)  # 2 was asked about long ago
+        pool.a.lookup_many(asked, "r", 1, np.array([turn, 20]))
     assert len(pool.a.requests["r"].seen) <= MOST_NOTES
     pool.a.take("r", 1, rows)
     ctx = pool.a.requests["r"].ctx
@@ -377,3 +378,21 @@ def test_nothing_owned_is_nothing_to_end(pool: Pool) -> None:
     pool.a.cancel("r", -1)
     pool.a.release("nobody", 1)
     assert pool.a.requests["r"].attempt == 1
+
+
+def test_tiers_hear_that_an_orphans_requests_have_ended() -> None:
+    pool = Pool(tiers=1)
+    pool.a.begin("r")
+    pool.offer(pool.a, 1)
+    pool.a.orphan()
+    assert pool.tiers[0].ended == ["a/r"]
+    assert not pool.manager._req_state
+
+
+def test_an_offer_uses_rows_that_tiers_have_just_let_go() -> None:
+    pool = Pool(rows=2, tiers=1)
+    pool.fill(1, 2)
+    pool.a.begin("r")
+    assert len(pool.offer(pool.a, 3)) == 0
+    pool.tiers[0].end_all()
+    assert len(pool.offer(pool.a, 3)) == 1

@@ -129,6 +129,7 @@ def test_an_overdue_store_is_a_miss_at_once_until_it_ends_and_good_if_it_ends_la
     assert pool.told(pool.a) == {key(1): MISS}
     pool.a.begin("fresh")
     assert look(pool.a, 1) == look(pool.a, 1, request="fresh") == [MISS]
+    assert not pool.hub._waiters
     assert not pool.a.requests["r"].waits
     pool.b.complete_offer("r", 1, rows, True)
     assert pool.told(pool.a) == {}
@@ -203,6 +204,7 @@ def test_what_a_tier_does_not_know_is_asked_again_and_then_told(pool: Waiters) -
     assert look(pool.a, 1, 2, 3) == [RETRY] * 3
     assert pool.hub.has_retries()
     pool.pass_time(0.1)
+    assert not pool.manager._processed_jobs_this_step  # the next lookup polls
     assert pool.told(pool.a) == {}
     pool.tier.unsure = set(keys(3))
     pool.pass_time(0.1)
@@ -316,3 +318,24 @@ def test_ready_and_pending_chunks_mix_in_one_answer(pool: Waiters) -> None:
     assert pool.hub.rows.slots.count(SlotState.RESERVED) == 2
     assert np.isinf(pool.hub.deadline[ready]).all()
     pool.hub.check()
+
+
+def test_a_row_that_was_overdue_is_not_so_for_its_next_owner() -> None:
+    pool = Waiters(rows=1)
+    rows = pool.store(1)
+    pool.pass_time(2.5)
+    pool.b.complete_offer("r", 1, rows, False)
+    pool.tier.chunks[key(2)] = pattern(key(2))
+    ctx = ReqContext("in-process")
+    pool.manager.on_new_request(ctx)
+    pool.manager.lookup(key(2), ctx)
+    assert look(pool.a, 2) == [PENDING]
+
+
+def test_asking_again_does_not_put_off_the_end_of_anothers_store(pool: Waiters) -> None:
+    pool.tier.unsure = set(keys(1))
+    look(pool.a, 1)
+    rows = pool.store(1)
+    pool.pass_time(0.4)
+    assert pool.hub.deadline[rows].tolist() == [1002.0]
+    assert pool.hub.next_deadline() == pytest.approx(1002.0)

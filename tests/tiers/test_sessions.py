@@ -193,6 +193,10 @@ def test_tiers_take_nothing_beyond_the_sum() -> None:
 
 
 def test_tiers_leave_what_engines_are_sure_of() -> None:
+    hub, (one, _), (tier,) = make(20)
+    tier.chunks = {k: pattern(k) for k in keys(*range(50, 55))}
+    assert len(offer(one, *range(8)).accepted) == 8
+    assert look(one, *range(50, 55)) == [PENDING, PENDING, MISS]  # 15 less 8 less 5
     hub, _, (tier,) = make(20, Shares(total=0.75, tiers=0.5, sure=0.5))
     tier.chunks = {k: pattern(k) for k in keys(*range(20))}
     hub.manager.session("b").close()

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from tests.tiers.doubles import ROW_BYTES, ScriptedTier, key, keys, make_manager, pattern, read
-from tiers.backpressure import BackpressureDetector
+from tiers.backpressure import BackpressureDetector, EMABackpressureDetector
 from tiers.base import (
     CacheHitSource,
     JobResult,
     LookupResult,
+    OffloadPolicy,
     ReqContext,
+    RequestOffloadingContext,
     ScheduleEndContext,
     TransferJob,
 )
@@ -287,3 +289,39 @@ def test_a_reset_gives_up_loads_that_were_not_submitted() -> None:
     assert not manager._request_load_sources
     assert manager.primary_tier.rows.slots.count(SlotState.FREE) == 8
     assert detector.resets == 1
+
+
+def figures(manager: TieringOffloadingManager) -> dict[str, float]:
+    stats = manager.get_stats()
+    assert stats is not None
+    return stats.reduce()
+
+
+def test_figures_follow_the_jobs() -> None:
+    manager, (tier,) = make(rows=2)
+    tier._bp_detector = EMABackpressureDetector(1.0, 0.5)
+    tier.chunks = {k: pattern(k) for k in keys(1, 2, 3)}
+    assert [manager.lookup(k, CTX) for k in keys(1, 2, 3)] == [PENDING, PENDING, MISS]
+    step(manager)
+    name = "vllm:kv_offload_tiering_"
+    told = figures(manager)
+    assert told[f"{name}promotion_allocation_failures"] == 1
+    assert told[f"{name}active_promotion_jobs:('1:scripted0',)"] == 1
+    tier.end_all()
+    manager._process_finished_jobs()
+    told = figures(manager)
+    assert told[f"{name}active_promotion_jobs:('1:scripted0',)"] == 0
+    assert told[f"{name}read_bytes:('1:scripted0',)"] == 2 * ROW_BYTES
+    assert f"{name}backpressure_store_latency_ema:('1:scripted0',)" in told
+
+
+def test_a_reset_gives_up_copies_that_were_parked() -> None:
+    manager, (tier,) = make()
+    manager.prepare_store(keys(1), CTX)
+    tier.wanted = RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
+    ctx = ReqContext("whole")
+    manager.on_new_request(ctx)
+    manager.prepare_store(keys(1), ctx)
+    assert manager.has_pending_work()
+    manager.reset_cache()
+    assert not manager.has_pending_work()
