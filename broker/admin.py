@@ -6,11 +6,11 @@ Called on the main loop; takes the pools' lock for each answer. Knows no socket.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from broker import wire
+from broker.members import nonce_for
 from broker.pool import Pool
 from broker.session import EngineSession
 from tiers.slots import SlotState
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from broker.server import Server
 
 log = logging.getLogger(__name__)
-
-NONCE_BYTES = 16
 
 
 class Admin:
@@ -108,7 +106,7 @@ class Admin:
                     text=f"{message.namespace!r} names {len(names)} namespaces ({which}); give "
                     "enough of one, as `kvquay status` prints it",
                 )
-            nonce = os.urandom(NONCE_BYTES) if message.weights_version is None else b""
+            nonce = nonce_for(message.weights_version)
             for engine in engines:
                 engine.move_to(message.weights_version, nonce)
         return wire.ResetReply(seq=message.seq, epoch=0, sessions=len(engines))

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 
 from broker import wire
 from broker.connection import Connection
+from broker.limits import PAGE_BYTES
 from broker.members import Counters, Member
 from broker.pool import Pool
 from broker.session import EngineSession
 
 log = logging.getLogger(__name__)
-
-PAGE_BYTES = 4096
 
 
 class Refusal(Exception):
@@ -143,10 +142,11 @@ def _check_geometry(message: wire.Attach) -> None:
             ours=f"0..{message.world - 1}",
             theirs=str(message.rank),
         )
-    if message.role == wire.Role.SCHEDULER and len(message.namespace) != 16:
+    if message.role == wire.Role.SCHEDULER and len(message.namespace) != wire.NAMESPACE_BYTES:
         raise Refusal(
             wire.RefusalCode.NAMESPACE,
-            f"the scheduler must declare a namespace of 16 bytes, got {len(message.namespace)}",
-            ours="16",
+            f"the scheduler must declare a namespace of {wire.NAMESPACE_BYTES} bytes, got "
+            f"{len(message.namespace)}",
+            ours=str(wire.NAMESPACE_BYTES),
             theirs=str(len(message.namespace)),
         )

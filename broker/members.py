@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from broker import wire
-from broker.pool import NAMESPACE_BYTES
 
 
 class Port(Protocol):
@@ -48,11 +48,16 @@ class Member:
 
 def effective_namespace(namespace: bytes, weights_version: str | None, nonce: bytes) -> bytes:
     """Namespace of an epoch: what the engine declared, the user's version, the broker's nonce."""
-    digest = hashlib.blake2b(digest_size=NAMESPACE_BYTES, person=b"kvquay-epoch")
+    digest = hashlib.blake2b(digest_size=wire.NAMESPACE_BYTES, person=b"kvquay-epoch")
     version = b"-" if weights_version is None else b"+" + weights_version.encode()
     for part in (namespace, version, nonce):
         digest.update(len(part).to_bytes(4, "little") + part)
     return digest.digest()
+
+
+def nonce_for(weights_version: str | None) -> bytes:
+    """Nonce of a new epoch: none where a version names it, so that all who name it share."""
+    return os.urandom(wire.NAMESPACE_BYTES) if weights_version is None else b""
 
 
 @dataclass(slots=True)

@@ -21,7 +21,6 @@ from tiers.metrics import OWN_PREFIX
 from tiers.primary import CPUPrimaryTierOffloadingManager
 from tiers.sessions import Deadlines, Shares
 
-NAMESPACE_BYTES = 16
 SWEEP_ROWS = 4096
 """Rows looked at in one step of a namespace's sweep."""
 

@@ -90,7 +90,6 @@ class Server:
         self._watched: dict[int, Client | Callable[[], None]] = {}
         """What each descriptor is: a connection, or something to call when it is readable."""
         self._bell = EventFd()
-        self._clients: dict[int, Client] = {}
         self._backlog: list[Client] = []
         self._stopping = False
         self.failure: BaseException | None = None
@@ -110,6 +109,9 @@ class Server:
         """End `run` soon. From any thread or a signal handler."""
         self._stopping = True
         self._bell.ring()
+
+    def _clients(self) -> list[Client]:
+        return [watched for watched in self._watched.values() if isinstance(watched, Client)]
 
     def watch_fd(self, fd: int, action: Callable[[], None]) -> None:
         """Call `action` on the main loop while `fd` is readable."""
@@ -169,10 +171,12 @@ class Server:
     def _wait(self) -> list[tuple[int, int]]:
         """What is ready, at the latest after IDLE_AFTER_S. Going to sleep and being woken costs as
         much as answering, and where there was a message the next is often near."""
-        end = time.perf_counter() + (0.0 if self._backlog else LINGER_S)
+        if self._backlog:
+            return self._epoll.poll(0.0)
+        end = time.perf_counter() + LINGER_S
         while not (ready := self._epoll.poll(0.0)):
             if time.perf_counter() >= end:
-                return self._epoll.poll(0.0 if self._backlog else IDLE_AFTER_S)
+                return self._epoll.poll(IDLE_AFTER_S)
         return ready
 
     def _idle(self, now: float) -> None:
@@ -181,7 +185,7 @@ class Server:
         gc.collect(1)
         gc.freeze()
         self.admin.check_when_idle()
-        for client in list(self._clients.values()):
+        for client in self._clients():
             unattached = client.member is None and not client.is_admin
             if unattached and now - client.accepted_at > ATTACH_DEADLINE_S:
                 self._drop(client, "did not attach in time")
@@ -199,7 +203,6 @@ class Server:
             return
         connection = Connection(sock, peer_identity(sock), self._outbound_limit)
         client = Client(connection, self._clock())
-        self._clients[sock.fileno()] = client
         self._watched[sock.fileno()] = client
         self._epoll.register(sock, select.EPOLLIN)
 
@@ -319,7 +322,6 @@ class Server:
         if why is not None:
             log.warning("connection of pid %s given up: %s", connection.peer.pid, why)
             connection.flush()
-        del self._clients[connection.sock.fileno()]
         self.unwatch_fd(connection.sock.fileno())
         connection.close()
         engine, member = client.engine, client.member
@@ -349,12 +351,12 @@ class Server:
                     if engine.view.notices or engine.view.events:
                         engine.tell(self._notice_limit)
         if told:
-            for client in list(self._clients.values()):
+            for client in self._clients():
                 self._after(client)
 
     def _close(self) -> None:
         self.control_plane.stop()
-        for client in list(self._clients.values()):
+        for client in self._clients():
             client.connection.flush()
             client.connection.close()
         self._epoll.close()

@@ -7,7 +7,6 @@ model checker of the tests runs this very code. Every method is called under the
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from broker import wire
-from broker.members import Counters, Epoch, Member, effective_namespace
-from broker.pool import NAMESPACE_BYTES, Pool
+from broker.members import Counters, Epoch, Member, effective_namespace, nonce_for
+from broker.pool import Pool
 from broker.refs import (
     pack_answers,
     pack_indexes,
@@ -186,8 +185,7 @@ class EngineSession:
 
     def reset(self, message: wire.Reset) -> None:
         """This engine alone: to a version it names, or to a private nonce."""
-        nonce = b"" if message.weights_version is not None else os.urandom(NAMESPACE_BYTES)
-        self.move_to(message.weights_version, nonce)
+        self.move_to(message.weights_version, nonce_for(message.weights_version))
         self._send(wire.ResetReply(seq=message.seq, epoch=self.epoch.number, sessions=1))
 
     # ---- messages of the scheduler -----------------------------------------------------------

@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 
 from broker import wire
-from broker.pool import NAMESPACE_BYTES, Pool
+from broker.pool import Pool
 from broker.refs import pack_answers
 from tiers.base import OffloadingEvent, OffloadKey
 
@@ -49,4 +49,4 @@ def event_messages(events: Iterable[OffloadingEvent]) -> Iterator[wire.Events]:
 
 
 def _without_namespace(keys: Sequence[OffloadKey]) -> bytes:
-    return b"".join(key[NAMESPACE_BYTES:] for key in keys)
+    return b"".join(key[wire.NAMESPACE_BYTES :] for key in keys)

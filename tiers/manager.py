@@ -107,7 +107,7 @@ class TieringOffloadingManager(ManagerAliases, OffloadingManager):
     def _maybe_process_finished_jobs(self) -> None:
         if not self._processed_jobs_this_step:
             self._processed_jobs_this_step = True
-            self.transfers.collect(self.secondary_tiers)
+            self._process_finished_jobs()
 
     def poll_tiers(self) -> None:
         """One round between steps: tiers that serve others report jobs and answer requests.
@@ -203,7 +203,7 @@ class TieringOffloadingManager(ManagerAliases, OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         """Reserve room; for request-level tiers, cascade what the primary tier has already."""
-        self.transfers.collect(self.secondary_tiers)
+        self._process_finished_jobs()
         keys = list(keys)
         output = self.primary_tier.prepare_store(keys, req_context)
         if output is None:
@@ -360,7 +360,7 @@ class TieringOffloadingManager(ManagerAliases, OffloadingManager):
         """Empty the primary tier; what the tiers keep stays theirs. Blocks until they are idle."""
         for tier in self.secondary_tiers:
             tier.drain_jobs()
-        self.transfers.collect(self.secondary_tiers)
+        self._process_finished_jobs()
         self.transfers.drop_pending()
         for req_id, state in list(self._req_state.items()):
             state.pending_primary_stores = 0

@@ -142,7 +142,7 @@ class Session(SessionLookups, OffloadingManager):
         claims = self._of(request, attempt)
         if claims is None:
             return None
-        self.manager.transfers.collect(self.manager.secondary_tiers)
+        self.manager._process_finished_jobs()
         first: dict[OffloadKey, int] = {}
         for index, key in enumerate(keys):
             first.setdefault(key, index)
@@ -340,7 +340,7 @@ class Session(SessionLookups, OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """The engine's step has ended."""
-        self.manager.transfers.collect(self.manager.secondary_tiers)
+        self.manager._process_finished_jobs()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Events of chunks that this session stored."""

@@ -143,10 +143,9 @@ class SessionLookups:
         int32, shape (n,): a row, which is held from now on, or PENDING or RETRY, of which the
         request will be told (see `notices`), or MISS. Promotions that start are submitted.
         """
-        self.manager._maybe_process_finished_jobs()
+        self.manager._process_finished_jobs()
         claims = self._of(request, attempt)
         if claims is None:
-            self.manager._processed_jobs_this_step = False
             return np.full(1, MISS, dtype=np.int32)
         answers = self._scan(keys, claims, positions)
         if positions is not None:
@@ -168,10 +167,9 @@ class SessionLookups:
         A run of `first_window` suffices if it reaches the first key. Returns (index of the first
         answer, answers from there on to the end of the run); other keys take no hold.
         """
-        self.manager._maybe_process_finished_jobs()
+        self.manager._process_finished_jobs()
         claims = self._of(request, attempt)
         if claims is None:
-            self.manager._processed_jobs_this_step = False
             return 0, np.full(1, MISS, dtype=np.int32)
         before = claims.current().held
         found: list[int] = []  # answers of the run, last key first
@@ -329,7 +327,6 @@ class SessionLookups:
     def _submit(self, claims: RequestClaims) -> None:
         if self.manager.transfers.pending:
             self.manager.transfers.submit_promotions(claims.ctx.req_id)
-        self.manager._processed_jobs_this_step = False
 
     # ---- waits -------------------------------------------------------------------------------
 
@@ -374,7 +371,6 @@ class SessionLookups:
 
     def _retry(self, claims: RequestClaims, key: OffloadKey) -> None:
         result = self.hub.ask_tiers(key, self._view(), claims.request)
-        self.manager._processed_jobs_this_step = False
         if result is LookupResult.RETRY:
             return
         claims.retries.discard(key)

@@ -177,9 +177,12 @@ class Sessions:
         return any(view.requests[request].retries for view, request in self.waiting)
 
     def ask_tiers(self, key: OffloadKey, view: Session, request: str) -> LookupResult:
-        """Look the chunk up again for a waiting request, in memory and in the tiers."""
+        """Look the chunk up again for a waiting request, in memory and in the tiers. The step gate
+        is the default session's, and stays as it was."""
         ctx = view.requests[request].ctx
+        gate = self.manager._processed_jobs_this_step
         result = self.manager.lookup(key, ctx)
+        self.manager._processed_jobs_this_step = gate
         if result is LookupResult.HIT_PENDING:
             row = self.rows.find([key])
             if np.isinf(self.deadline[row[0]]):
