@@ -30,15 +30,16 @@ def read_positions(packed: bytes, keys: int) -> NDArray[np.uint32]:
 
 def pack_answers(answers: RowArray, pool: Pool) -> bytes:
     """Rows with their generations; what is not a row (negative) as the wire's special rows."""
-    refs = np.zeros(len(answers), dtype=wire.ROW_REF)
-    refs["row"] = answers.view(np.uint32)
+    refs = np.empty((len(answers), 2), dtype=np.uint32)  # laid out as ROW_REF, and cheaper
+    refs[:, 0] = answers.view(np.uint32)
     generation = pool.hub.rows.slots.generation
     if len(answers) and answers.min() >= 0:
-        refs["generation"] = generation[answers]
+        refs[:, 1] = generation[answers]
     else:
         rows = answers >= 0
-        refs["generation"][rows] = generation[answers[rows]]
-    return refs.tobytes()
+        refs[:, 1] = 0
+        refs[rows, 1] = generation[answers[rows]]
+    return refs.astype("<u4", copy=False).tobytes()
 
 
 def unpack_rows(packed: bytes, pool: Pool, counters: Counters) -> RowArray:

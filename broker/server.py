@@ -214,6 +214,7 @@ class Server:
         return not client.connection.closed
 
     def _handle_some(self, client: Client) -> None:
+        self._last_message = self._clock()
         reader = client.connection.reader
         for _ in range(MESSAGES_PER_TURN):
             try:
@@ -230,7 +231,6 @@ class Server:
         self._backlog.append(client)
 
     def _dispatch(self, client: Client, message: wire.Message) -> None:
-        self._last_message = self._clock()
         if client.engine is not None and client.member is not None:
             pool = client.engine.pool
             with self.lock:
@@ -341,8 +341,11 @@ class Server:
 
     def _tell(self) -> None:
         """Send the notices and events that have come up since the last turn."""
-        told = [pool for pool in self.pools if pool.hub.noticed or pool.hub.has_events]
-        for pool in told:
+        told = False
+        for pool in self.pools:
+            if not (pool.hub.noticed or pool.hub.has_events):
+                continue
+            told = True
             with self.lock:
                 pool.hub.noticed.clear()
                 pool.hub.has_events = False

@@ -75,7 +75,7 @@ def lookup(calls: Calls, state: RequestState, groups: Sequence[GroupQuery]) -> l
                 group.first, group.refs = at + result.first, refs.copy()
                 open_groups.remove(number)
                 continue
-            group.refs = np.concatenate((group.refs, refs))
+            group.refs = np.concatenate((group.refs, refs)) if len(group.refs) else refs.copy()
             ended = not len(refs) or refs[-1]["row"] == wire.ROW_MISS
             if ended or len(group.refs) == len(group.keys):
                 open_groups.remove(number)

@@ -32,7 +32,8 @@ from engine_adapter.answers import (
 )
 from engine_adapter.breaker import Breaker
 from engine_adapter.calls import Calls
-from engine_adapter.link import Link, LinkState, SocketTransport, Transport, attach_message
+from engine_adapter.link import Link, LinkState, attach_message
+from engine_adapter.transport import SocketTransport, Transport
 
 __all__ = ["Answer", "Event", "GroupQuery", "Offer", "SchedulerClient"]
 
@@ -194,7 +195,7 @@ class SchedulerClient:
         request = self._link.enter(request)
         self._new_state(request)
         if adapter or kv_transfer_params is not None or load_tiers is not None:
-            self._link.send(asking.begin(request, adapter, kv_transfer_params, load_tiers))
+            self._link.post(asking.begin(request, adapter, kv_transfer_params, load_tiers))
 
     def _new_state(self, request: str) -> RequestState:
         """A request begins; transfers of an earlier one of its name may still be running."""
@@ -216,12 +217,13 @@ class SchedulerClient:
             self._give_up_attempt(state)
 
     def finish(self, request: str) -> None:
-        """No new call will come for the request; completions of its transfers may."""
+        """No new call will come for the request; completions of its transfers may. The broker
+        hears of it with the next message or `step`."""
         request = self._link.enter(request)
         state = self._requests.get(request)
         if state is None:
             return
-        self._link.send(wire.Finish(request=request))
+        self._link.post(wire.Finish(request=request))
         if not state.transfers:
             del self._requests[request]
         else:
@@ -369,7 +371,7 @@ class SchedulerClient:
     def touch(self, request: str, keys: Sequence[bytes]) -> None:
         """Count chunks as used now; `keys` in prefix order."""
         request = self._link.enter(request)
-        self._link.send(wire.Touch(request=request, keys=b"".join(keys)))
+        self._link.post(wire.Touch(request=request, keys=b"".join(keys)))
 
     def reset(self, weights_version: str | None = None) -> bool:
         """Every chunk of this engine is stale. With a version, engines that name the same one

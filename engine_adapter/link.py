@@ -7,25 +7,22 @@ What the messages mean is in `engine_adapter.client` and `engine_adapter.worker`
 
 from __future__ import annotations
 
-import array
 import hashlib
 import logging
 import os
-import select
-import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from enum import Enum
-from typing import Protocol
 
 from broker import wire
+from engine_adapter.transport import Transport
 
 log = logging.getLogger(__name__)
 
 CLIENT_NAME = "kvquay client 0.1.0"
-RECEIVE_BYTES = 256 << 10
+POSTED_BYTES = 64 << 10
 RETRY_S = 0.5
 EAGER_RETRY_S = 0.005
 WARN_EVERY_S = 60.0
@@ -34,87 +31,6 @@ ATTACH_TIMEOUT_S = 10.0
 
 class WrongThread(RuntimeError):
     """A client belongs to the thread that first used it."""
-
-
-class Transport(Protocol):
-    """A byte stream that never blocks, and descriptors that come with it."""
-
-    def send(self, data: bytes) -> bool:
-        """Queue everything; False if the stream has ended."""
-
-    def receive(self) -> tuple[bytes, list[int]] | None:
-        """Bytes that are there now (may be empty) and descriptors; None if it has ended."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Return once there is something to receive, or after `timeout_s` seconds."""
-
-    def close(self) -> None:
-        """End the stream; more than once is fine."""
-
-
-class SocketTransport:
-    """A Unix stream socket."""
-
-    def __init__(self, path: str, *, takes_fds: bool = True) -> None:
-        """Connect; OSError if nobody listens. Without `takes_fds` reading is cheaper."""
-        self._takes_fds = takes_fds
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
-            self._socket.connect(path)
-        except OSError:
-            self._socket.close()
-            raise
-        self._socket.setblocking(False)
-        self._poll = select.poll()
-        self._poll.register(self._socket, select.POLLIN)
-        self._unsent = b""
-
-    def send(self, data: bytes) -> bool:
-        data = self._unsent + data if self._unsent else data
-        try:
-            taken = self._socket.send(data, socket.MSG_NOSIGNAL)
-        except BlockingIOError:
-            taken = 0
-        except OSError:
-            return False
-        self._unsent = data[taken:]
-        # A broker that takes nothing for a megabyte is as good as gone.
-        return len(self._unsent) <= wire.MAX_FRAME_BYTES
-
-    def receive(self) -> tuple[bytes, list[int]] | None:
-        if self._unsent and not self.send(b""):
-            return None
-        if not self._takes_fds:
-            try:
-                plain = self._socket.recv(RECEIVE_BYTES)
-            except BlockingIOError:
-                return b"", []
-            except OSError:
-                return None
-            return (plain, []) if plain else None
-        try:
-            data, ancillary, _, _ = self._socket.recvmsg(
-                RECEIVE_BYTES, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC
-            )
-        except BlockingIOError:
-            return b"", []
-        except OSError:
-            return None
-        fds = array.array("i")
-        for level, kind, payload in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-        if not data:
-            for fd in fds:
-                os.close(fd)
-            return None
-        return data, list(fds)
-
-    def wait(self, timeout_s: float) -> None:
-        self._poll.poll(max(0.0, timeout_s) * 1000)
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 def attach_message(
@@ -181,6 +97,7 @@ class Link:
         self._clock = clock
         self._transport: Transport | None = None
         self._reader = wire.FrameReader()
+        self._posted = b""
         self._fds: list[int] = []
         self._retry_at = 0.0
         self._attach_by = 0.0
@@ -210,20 +127,38 @@ class Link:
             return request
         return "sha256:" + hashlib.sha256(name).hexdigest()
 
+    def post(self, message: wire.Message) -> None:
+        """As `send`, but it may wait for the next message or `poll`: one system call and one turn
+        of the broker less for what nobody is in a hurry about."""
+        if self.state is LinkState.UP:
+            self._posted += wire.encode(message)
+            if len(self._posted) > POSTED_BYTES:
+                self._flush()
+
     def send(self, message: wire.Message) -> bool:
-        """Send if the link is up; whether it was taken."""
-        if self.state is not LinkState.UP or self._transport is None:
+        """Send if the link is up, after what was posted; whether it was taken."""
+        if self.state is not LinkState.UP:
             return False
-        if not self._transport.send(wire.encode(message)):
+        self._posted += wire.encode(message)
+        return self._flush()
+
+    def _flush(self) -> bool:
+        posted, self._posted = self._posted, b""
+        if self._transport is None:
+            return False
+        if not self._transport.send(posted):
             self._down("the broker does not read, or has closed the connection")
             return False
         return True
 
     def poll(self) -> None:
-        """Read what is there, connect again if it is time. One system call when nothing is new."""
+        """Send what was posted, read what is there, connect again if it is time. One system call
+        when nothing is new."""
         if self._transport is None:
             if self.state is not LinkState.CLOSED and self._clock() >= self._retry_at:
                 self._open()
+            return
+        if self._posted and not self._flush():
             return
         self._read()
         if self.state is LinkState.ATTACHING and self._clock() > self._attach_by:
@@ -319,6 +254,7 @@ class Link:
         for fd in self._fds:
             os.close(fd)
         self._fds = []
+        self._posted = b""
         self.state = state
         self._retry_at = self._clock() + RETRY_S
         self._warn(why)
@@ -337,8 +273,10 @@ class Link:
         self._retry_at = self._clock()
 
     def close(self) -> None:
-        """End for good."""
+        """End for good, once what was posted is sent."""
         if self._transport is not None:
+            if self._posted:
+                self._transport.send(self._posted)
             self._transport.close()
             self._transport = None
         self.state = LinkState.CLOSED

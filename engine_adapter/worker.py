@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from broker import wire
 from engine_adapter.answers import Refs
-from engine_adapter.link import Link, LinkState, SocketTransport, Transport, attach_message
+from engine_adapter.link import Link, LinkState, attach_message
+from engine_adapter.transport import SocketTransport, Transport
 
 _MADV_POPULATE_WRITE = 23
 _MADV_DONTFORK = 10
@@ -154,10 +155,10 @@ class WorkerClient:
 
         RuntimeError if there is no memory now.
         """
-        memory = self.memory
-        if memory is None:
-            raise RuntimeError("not attached: there is no memory to copy from or to")
-        with self._lock:
+        with self._lock:  # with the memory, so that no attach can say in between that all has ended
+            memory = self.memory
+            if memory is None:
+                raise RuntimeError("not attached: there is no memory to copy from or to")
             fence = self._fence
             self._running[fence] = self._running.get(fence, 0) + 1
         try:
@@ -221,7 +222,8 @@ class WorkerClient:
         self._link.send(wire.TransfersEnded(epoch=owed))
 
     def _on_down(self) -> None:
-        self.memory = None
+        with self._lock:
+            self.memory = None
         self.attached = None
 
     def forget_in_child(self) -> None:

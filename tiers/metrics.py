@@ -78,6 +78,15 @@ class _TierState:
     primary_read_chunk_count: int = 0
 
 
+@dataclass(slots=True)
+class _Batches:
+    """Batches of lookups since the last `take_stats`: a broker counts thousands a second."""
+
+    queries: int = 0
+    hits: int = 0
+    delays: list[float] = field(default_factory=list)
+
+
 class TieringMetricsTracker:
     """Counts for one manager. Guarded by the manager's lock."""
 
@@ -93,6 +102,7 @@ class TieringMetricsTracker:
         self._request_states: dict[str, _RequestMetricsState] = {}
         self._tier_states = [_TierState() for _ in tier_types]
         self._stats = OffloadingConnectorStats()
+        self._batches: dict[TierLabel, _Batches] = {}
         self._jobs_changed = False  # gauges of jobs have something new to say
 
     def tier_label(self, tier_idx: int) -> TierLabel:
@@ -158,10 +168,21 @@ class TieringMetricsTracker:
         state = self._request_states.get(req_context.req_id)
         if queries <= 0 or (state is not None and state.observed_lookups is None):
             return
-        self._stats.increase_counter(_M.CHUNK_QUERIES, queries, tier_label)
-        if hits:
-            self._stats.increase_counter(_M.CHUNK_HITS, hits, tier_label)
-        self._stats.observe_histogram(_M.LOOKUP_SYNC_DELAY, duration_s, tier_label)
+        batches = self._batches.get(tier_label)
+        if batches is None:
+            batches = self._batches[tier_label] = _Batches()
+        batches.queries += queries
+        batches.hits += hits
+        batches.delays.append(duration_s)
+
+    def _count_batches(self) -> None:
+        for label, batches in self._batches.items():
+            self._stats.increase_counter(_M.CHUNK_QUERIES, batches.queries, label)
+            if batches.hits:
+                self._stats.increase_counter(_M.CHUNK_HITS, batches.hits, label)
+            for delay in batches.delays:
+                self._stats.observe_histogram(_M.LOOKUP_SYNC_DELAY, delay, label)
+        self._batches = {}
 
     def _observe_resolved_lookup(
         self,
@@ -263,6 +284,7 @@ class TieringMetricsTracker:
 
     def take_stats(self) -> OffloadingConnectorStats | None:
         """Hand over what was counted, under public and own names; None if nothing happened."""
+        self._count_batches()
         if self._stats.is_empty() and not self._jobs_changed:
             return None
         stats, self._stats = self._stats, OffloadingConnectorStats()

@@ -126,12 +126,13 @@ class PrimaryRows:
             gone = counts < 1
             self.settle(rows[gone])
             rows, counts = rows[~gone], counts[~gone]
-        self.slots.ref_cnt[rows] = counts - 1
+        left = counts - 1
+        self.slots.ref_cnt[rows] = left
         if self._row_policy is not None:
-            self._num_evictable += len(rows) - int(np.count_nonzero(counts - 1))
+            self._num_evictable += len(rows) - int(np.count_nonzero(left))
             self._row_policy.on_rows_unread(rows)
         else:
-            self._mark_unread(rows[counts == 1])
+            self._mark_unread(rows[left == 0])
 
     def _mark_unread(self, rows: Rows) -> None:
         self._num_evictable += len(rows)

@@ -143,7 +143,7 @@ class SessionLookups:
         int32, shape (n,): a row, which is held from now on, or PENDING or RETRY, of which the
         request will be told (see `notices`), or MISS. Promotions that start are submitted.
         """
-        self.manager._process_finished_jobs()
+        self._collect()
         claims = self._of(request, attempt)
         if claims is None:
             return np.full(1, MISS, dtype=np.int32)
@@ -167,7 +167,7 @@ class SessionLookups:
         A run of `first_window` suffices if it reaches the first key. Returns (index of the first
         answer, answers from there on to the end of the run); other keys take no hold.
         """
-        self.manager._process_finished_jobs()
+        self._collect()
         claims = self._of(request, attempt)
         if claims is None:
             return 0, np.full(1, MISS, dtype=np.int32)
@@ -194,6 +194,10 @@ class SessionLookups:
             claims.note_seen(answers, positions[start:end])
         self._submit(claims)
         return start, answers
+
+    def _collect(self) -> None:
+        if self.manager.transfers.jobs:  # else no tier has anything to report
+            self.manager._process_finished_jobs()
 
     def _unhold_rows(self, claims: RequestClaims, found: list[int], before: RowArray) -> None:
         """End the holds on `found` rows, but for those that the attempt had `before`."""
@@ -256,7 +260,7 @@ class SessionLookups:
             readers = self._pool.slots.ref_cnt[new]
         cut = len(rows)
         wanted = len(readers) - int(np.count_nonzero(readers))
-        if wanted and wanted > (room := self.hub.room_for(self._view())):
+        if wanted > self.hub.room_for_all() and wanted > (room := self.hub.room_for(self._view())):
             idle = new[readers == 0]
             refused = without(idle, idle[:room])
             cut = int(np.isin(rows, refused).argmax())

@@ -6,6 +6,7 @@ holds what goes beyond one engine and the conservation laws over all of them. `n
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -105,6 +106,12 @@ class Sessions:
         del self._numbers[view.number]
 
     # ---- room --------------------------------------------------------------------------------
+
+    def room_for_all(self) -> int:
+        """Rows that any session may make busy, however many it has: at most `room_for`, and known
+        without asking every session."""
+        total, shares = self.rows.num_rows, self.shares
+        return int(total * shares.total) - math.ceil(total * shares.sure) - self.rows.num_busy
 
     def room_for(self, view: Session) -> int:
         """Rows that a session may make busy beyond those that are busy now, for anyone."""

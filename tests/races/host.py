@@ -112,6 +112,7 @@ class Broker:
         self.members: dict[Channel, tuple[EngineSession, Member]] = {}
         self.watched: dict[int, list[tuple[Channel, EngineSession, Member]]] = {}
         """By pid: whose end a pidfd tells, also after the end of the connection."""
+        self.dead: set[int] = set()
         self.alive = True
 
     def hear(self, channel: Channel) -> None:
@@ -161,6 +162,8 @@ class Broker:
         fds = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)] if member.maps else []
         channel.tell(attached, fds)
         engine.join(member)
+        if channel.peer.pid in self.dead:  # each connection has a pidfd, readable from the start
+            self._ended(channel.peer.pid)
 
     def mapper_done(self, pid: int) -> None:
         """A process that mapped the memory under an earlier incarnation is dead or attached."""
@@ -179,12 +182,16 @@ class Broker:
     def process_died(self, process: Process) -> None:
         """Its pidfd fires. What it said before still counts, then its connection ends."""
         self.mapper_done(process.pid)
-        for channel, engine, member in self.watched.pop(process.pid, []):
+        self.dead.add(process.pid)
+        self._ended(process.pid)
+        self.tell()
+
+    def _ended(self, pid: int) -> None:
+        for channel, engine, member in self.watched.pop(pid, []):
             member.exited = True
             while channel in self.members and channel.to_broker:
                 self.hear(channel)
             engine.member_exited(member)
-        self.tell()
 
     def tell(self) -> None:
         """Send the notices and events that have come up."""
