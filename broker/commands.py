@@ -13,7 +13,7 @@ from typing import Any
 
 from broker import wire
 from broker.cli import set_up_logging
-from broker.config import ServeConfig, add_flags, default_socket_path, load
+from broker.config import ServeConfig, add_flags, load
 from broker.errors import BrokerError
 from broker.supervisor import Supervisor
 from broker.version import VERSION
@@ -101,7 +101,7 @@ def _socket_option(parser: argparse.ArgumentParser) -> None:
 
 
 def _path(given: str | None) -> str:
-    return given or os.environ.get("KVQUAY_SOCKET") or str(default_socket_path())
+    return given or os.environ.get("KVQUAY_SOCKET") or str(wire.default_socket_path())
 
 
 def status(argv: Sequence[str]) -> int:

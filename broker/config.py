@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -226,12 +225,3 @@ def _unknown(name: str, known: Mapping[str, object]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     return f"is not a setting{hint} (see `kvquay serve --help`)"
-
-
-def default_socket_path(environ: Mapping[str, str] | None = None) -> Path:
-    """Where the socket is unless something else is said."""
-    environ = os.environ if environ is None else environ
-    runtime = environ.get("XDG_RUNTIME_DIR")
-    if runtime:
-        return Path(runtime, "kvquay", "broker.sock")
-    return Path("/tmp", f"kvquay-{os.getuid()}", "broker.sock")

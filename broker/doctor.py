@@ -18,12 +18,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from broker.config import ServeConfig, add_flags, default_socket_path, load
+from broker.config import ServeConfig, add_flags, load
 from broker.errors import MIB, BrokerError, MemoryTooLarge
 from broker.limits import OVERHEAD_BYTES, MemoryLimits, page_table_bytes, read_limits
 from broker.listener import MAX_PATH_BYTES
 from broker.processes import PeerSource, peer_identity
 from broker.version import VERSION
+from broker.wire import default_socket_path
 
 ENGINES_ASSUMED: Final = 4
 PACKAGES: Final = ("msgpack", "numpy", "psutil", "pyzmq", "xxhash")

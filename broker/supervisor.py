@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from broker import link
-from broker.config import ServeConfig, default_socket_path
+from broker.config import ServeConfig
 from broker.errors import BrokerError, ConfigError, CrashLoop, MemoryTooLarge, SocketInUse
 from broker.listener import Listener
 from broker.memory import Region
 from broker.processes import EventFd, pidfd_exited
+from broker.wire import default_socket_path
 
 log = logging.getLogger(__name__)
 

@@ -7,14 +7,22 @@ is in `engine_adapter.answers`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from broker import wire
-from engine_adapter.answers import NO_REFS, GroupQuery, GroupState, Offer, RequestState, to_wire
+from engine_adapter.answers import (
+    NO_REFS,
+    GroupQuery,
+    GroupState,
+    Offer,
+    RequestState,
+    pack,
+    to_wire,
+)
 from engine_adapter.calls import Calls
 
 log = logging.getLogger(__name__)
@@ -168,6 +176,35 @@ def nothing_written(reply: wire.StoreReply) -> wire.CompleteStore:
         refs=reply.refs,
         success=False,
         digests=b"",
+    )
+
+
+def loaded(
+    request: str, attempt: int, done: Sequence[tuple[bytes, np.void]], failed: Collection[bytes]
+) -> wire.CompleteLoad:
+    """Workers have read the rows of these keys; those of `failed` ones did not verify."""
+    return wire.CompleteLoad(
+        request=request,
+        attempt=attempt,
+        refs=pack([ref for key, ref in done if key not in failed]),
+        failed=pack([ref for key, ref in done if key in failed]),
+    )
+
+
+def stored(
+    request: str,
+    attempt: int,
+    done: Sequence[tuple[bytes, np.void]],
+    digests: Mapping[bytes, int],
+    success: bool,
+) -> wire.CompleteStore:
+    """Workers have written the rows of these keys, or failed to."""
+    return wire.CompleteStore(
+        request=request,
+        attempt=attempt,
+        refs=pack([ref for _, ref in done]),
+        success=success,
+        digests=np.array([digests[k] for k, _ in done if digests], dtype="<u8").tobytes(),
     )
 
 

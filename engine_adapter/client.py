@@ -28,7 +28,6 @@ from engine_adapter.answers import (
     RequestState,
     Transfer,
     miss,
-    pack,
 )
 from engine_adapter.breaker import Breaker
 from engine_adapter.calls import Calls
@@ -234,8 +233,7 @@ class SchedulerClient:
         """Give back holds of requests that the engine has not looked up for long."""
         for state in self._requests.values():
             if state.answer is not None and now - state.used_at > UNUSED_HOLDS_S:
-                self._link.send(wire.Release(request=state.request, attempt=state.attempt))
-                state.forget_answers()
+                self.release(state.request)
 
     # ---- lookup and load ---------------------------------------------------------------------
 
@@ -262,6 +260,26 @@ class SchedulerClient:
             if not known.is_miss or now - known.asked_at < MISS_AGAIN_S:
                 return known
         return self._ask(state, groups, now)
+
+    def is_pending(self, request: str) -> bool:
+        """Whether the last lookup's answer is still on its way; asks nothing. False too once it has
+        waited too long: the next lookup then is a MISS."""
+        state = self._requests.get(self._link.enter(request))
+        if state is None or state.answer is None or not state.answer.pending:
+            return False
+        self._link.poll()
+        known, now = state.answer, self._clock()
+        state.used_at = now
+        if known is None or not known.pending:
+            return False
+        return now - known.asked_at <= self._wait_limit_s
+
+    def release(self, request: str) -> None:
+        """Give back what the last lookup holds; the next one asks anew."""
+        state = self._requests.get(self._link.enter(request))
+        if state is not None and state.answer is not None:
+            self._link.post(wire.Release(request=state.request, attempt=state.attempt))
+            state.forget_answers()
 
     def _ask(self, state: RequestState, groups: Sequence[GroupQuery], now: float) -> Answer:
         timeouts = self.calls.timeouts
@@ -303,14 +321,7 @@ class SchedulerClient:
         will find them again."""
         request = self._link.enter(request)
         for attempt, done in self._ended(request, Transfer.LOAD, keys):
-            self._link.send(
-                wire.CompleteLoad(
-                    request=request,
-                    attempt=attempt,
-                    refs=pack([ref for key, ref in done if key not in failed]),
-                    failed=pack([ref for key, ref in done if key in failed]),
-                )
-            )
+            self._link.send(asking.loaded(request, attempt, done, failed))
 
     def _ended(
         self, request: str, kind: Transfer, keys: Sequence[bytes]
@@ -356,15 +367,7 @@ class SchedulerClient:
         request = self._link.enter(request)
         known = dict(zip(keys, digests, strict=False))
         for attempt, done in self._ended(request, Transfer.STORE, keys):
-            self._link.send(
-                wire.CompleteStore(
-                    request=request,
-                    attempt=attempt,
-                    refs=pack([ref for _, ref in done]),
-                    success=success,
-                    digests=np.array([known[k] for k, _ in done if known], dtype="<u8").tobytes(),
-                )
-            )
+            self._link.send(asking.stored(request, attempt, done, known, success))
 
     # ---- the rest ----------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ Meaning, direction and byte examples of every message are in docs/wire.md.
 
 from __future__ import annotations
 
+from broker.wire.address import default_socket_path
 from broker.wire.codec import FrameReader, decode, encode
 from broker.wire.namespace import Field, namespace_digest
 from broker.wire.registry import MESSAGE_CODES, MESSAGE_TYPES, Message
@@ -142,6 +143,7 @@ __all__ = [
     "UnknownType",
     "WireError",
     "decode",
+    "default_socket_path",
     "encode",
     "namespace_digest",
 ]

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from broker.config import ServeConfig, default_socket_path, load, parse_seconds, parse_size
+from broker.config import ServeConfig, load, parse_seconds, parse_size
 from broker.errors import ConfigError
+from broker.wire import default_socket_path
 
 
 def test_flags_win_over_variables_over_the_file_over_defaults(tmp_path: Path) -> None:

@@ -1,0 +1,420 @@
+"""The scheduler's side of vLLM: its OffloadingManager, answered from one question per request.
+
+vLLM asks key by key, again at every step, inside its scheduler; the connector asks the broker once
+per request (`ask`), and what vLLM asks here is answered from that. Nothing here blocks longer than
+a call's time-out, and no exception leaves it: without a broker, or after a fault of our own, every
+lookup is a MISS and nothing is stored. What a broker is, `engine_adapter.client` knows.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from broker import wire
+from engine_adapter.answers import NO_REFS, GroupQuery, Offer, Refs
+from engine_adapter.client import SchedulerClient
+from engine_adapter.vllm.adapters import Adapters
+from engine_adapter.vllm.figures import Figures
+from engine_adapter.vllm.rows import RowsLoadStoreSpec
+
+logger = logging.getLogger("vllm.kvquay")
+
+MOST_REFUSALS = 8
+REFUSED_AGAIN_S = 0.050
+WARN_EVERY_S = 60.0
+NOWHERE = np.iinfo(np.int32).max
+"""A row that no pool has: a load from it fails at the worker, and vLLM computes anew."""
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+RowKey = tuple[int, int]
+"""Row and generation."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """The last question of a request and what vLLM may be told of it."""
+
+    computed: int
+    lengths: tuple[int, ...]
+    results: dict[OffloadKey, LookupResult]
+    answered: bool = False
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request that vLLM has begun; kept until its transfers have ended too."""
+
+    asked: _Asked | None = None
+    refusals: int = 0
+    refused_at: float = float("-inf")
+    hole: int | None = None
+    """End token of the first chunk that found no room: later ones are of no use to anybody."""
+    loading: dict[OffloadKey, RowKey] = field(default_factory=dict)
+    storing: dict[OffloadKey, RowKey] = field(default_factory=dict)
+    finished: bool = False
+
+
+def _or_else(
+    fallback: Callable[[], _T],
+) -> Callable[
+    [Callable[Concatenate[BrokerManager, _P], _T]], Callable[Concatenate[BrokerManager, _P], _T]
+]:
+    """An exception would end the engine: it is logged, and the cache goes without."""
+
+    def decorate(
+        method: Callable[Concatenate[BrokerManager, _P], _T],
+    ) -> Callable[Concatenate[BrokerManager, _P], _T]:
+        @functools.wraps(method)
+        def guarded(self: BrokerManager, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception:  # noqa: BLE001  an engine without a cache is better than none
+                self._faulted(method.__name__)
+                return fallback()
+
+        return cast("Callable[Concatenate[BrokerManager, _P], _T]", guarded)
+
+    return decorate
+
+
+class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused-ignore]
+    """See the module. One thread, the scheduler's."""
+
+    def __init__(self, *, events: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        """`events`: whether vLLM publishes KV events. Without `connect` nothing is cached."""
+        self.client: SchedulerClient | None = None
+        self.figures = Figures()
+        self._events = events
+        self._clock = clock
+        self._adapters = Adapters()
+        self._requests: dict[str, _Request] = {}
+        self._failed: set[RowKey] = set()
+        self._expected: tuple[str, str | None] = ("", None)
+        self._warned_at = float("-inf")
+
+    def connect(self, client: SchedulerClient) -> None:
+        """From now on there is a cache."""
+        self.client = client
+
+    def _faulted(self, where: str) -> None:
+        self.figures.faults += 1
+        now = self._clock()
+        if now - self._warned_at >= WARN_EVERY_S:
+            self._warned_at = now
+            logger.exception("kvquay: %s failed; this engine goes on without the cache", where)
+
+    def _state(self, req_id: str) -> _Request:
+        state = self._requests.get(req_id)
+        if state is None:
+            state = self._requests[req_id] = _Request()
+        return state
+
+    # ---- requests ----------------------------------------------------------------------------
+
+    def expect(self, req_id: str, lora_path: str | None) -> None:
+        """The request that begins next runs under an adapter (or none), which vLLM does not tell
+        `on_new_request`. Its files decide who can share with it."""
+        self._expected = (req_id, lora_path)
+
+    @_or_else(RequestOffloadingContext)
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Only what the request says of itself is told; the rest its first question says."""
+        req_id, lora_path = self._expected
+        adapter = b""
+        if lora_path is not None and req_id == req_context.req_id:
+            adapter = self._adapters.digest(lora_path)
+        params, tiers = req_context.kv_transfer_params, req_context.load_tier_filter.matchers
+        self._requests[req_context.req_id] = _Request()
+        restricted = [
+            (
+                None if matcher.medium is None else matcher.medium.value,
+                None if matcher.locality is None else matcher.locality.value,
+            )
+            for matcher in tiers
+        ]
+        everything = restricted == [(None, None)]
+        if self.client is not None and (params or adapter or not everything):
+            self.client.begin(
+                req_context.req_id,
+                adapter=adapter,
+                kv_transfer_params=params or None,
+                load_tiers=None if everything else restricted,
+            )
+        return RequestOffloadingContext()
+
+    @_or_else(lambda: None)
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """No new call will come; completions may."""
+        state = self._requests.get(req_context.req_id)
+        if self.client is not None:
+            self.client.finish(req_context.req_id)
+        if state is not None:
+            state.finished = True
+            self._forget_if_done(req_context.req_id, state)
+
+    def _forget_if_done(self, req_id: str, state: _Request) -> None:
+        if state.finished and not state.loading and not state.storing:
+            self._requests.pop(req_id, None)
+
+    @_or_else(lambda: None)
+    def preempted(self, req_ids: Iterable[str]) -> None:
+        """They start over; what they store meanwhile stays good."""
+        for req_id in req_ids:
+            state = self._requests.get(req_id)
+            if state is not None:
+                self._ask_anew(req_id, state)
+
+    def _ask_anew(self, req_id: str, state: _Request) -> None:
+        state.asked = None
+        if self.client is not None:
+            self.client.release(req_id)
+
+    # ---- lookup and load ---------------------------------------------------------------------
+
+    @_or_else(lambda: False)
+    def is_waiting(self, req_id: str, computed: int) -> bool:
+        """Whether the answer to this request's last question is still on its way. Cheap at any
+        length of prompt: vLLM asks thousands of times a second."""
+        state = self._requests.get(req_id)
+        if self.client is None or state is None or state.asked is None:
+            return False
+        asked = state.asked
+        if asked.answered or asked.computed != computed:
+            return False
+        return self.client.is_pending(req_id)
+
+    @_or_else(lambda: None)
+    def ask(self, req_id: str, computed: int, groups: Sequence[GroupQuery]) -> None:
+        """Ask the broker for all groups at once; what vLLM then looks up is answered from it."""
+        state = self._state(req_id)
+        lengths = tuple(len(group.keys) for group in groups)
+        asked = state.asked
+        if asked is not None and (asked.computed != computed or asked.lengths != lengths):
+            self._ask_anew(req_id, state)
+        results: dict[OffloadKey, LookupResult] = {}
+        state.asked = _Asked(computed, lengths, results)
+        if self.client is None:
+            return
+        answer = self.client.lookup(req_id, groups)
+        state.asked.answered = not answer.pending
+        found = LookupResult.HIT_PENDING if answer.pending else LookupResult.HIT
+        for group, part in zip(groups, answer.groups, strict=True):
+            for key in group.keys[part.first : part.first + part.count]:
+                results[OffloadKey(key)] = found
+        if self.client.attached is None:
+            self.figures.without_broker += 1
+
+    @_or_else(lambda: LookupResult.MISS)
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """What the last question said of this key; what was not asked is a MISS."""
+        state = self._requests.get(req_context.req_id)
+        if state is None or state.asked is None:
+            return LookupResult.MISS
+        return state.asked.results.get(key, LookupResult.MISS)
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        """All that is loaded is loaded from the host's memory."""
+        return CacheHitSource.HOST
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """Rows to load from, by holds that the lookup took. If one of them is gone meanwhile (the
+        broker died, say) the worker finds that out and vLLM computes those tokens."""
+        wanted = list(keys)
+        try:
+            refs = self._take(wanted, req_context.req_id)
+        except Exception:  # noqa: BLE001  as above; vLLM can take no refusal here
+            self._faulted("prepare_load")
+            refs = None
+        if refs is None:
+            self.figures.loads_lost += 1
+            refs = np.zeros(len(wanted), dtype=wire.ROW_REF)
+            refs["row"] = NOWHERE
+        return RowsLoadStoreSpec(refs)
+
+    def _take(self, keys: list[OffloadKey], req_id: str) -> Refs | None:
+        state = self._state(req_id)
+        state.asked = None
+        refs = None if self.client is None else self.client.prepare_load(req_id, keys)
+        if refs is not None:
+            state.loading.update(zip(keys, _row_keys(refs), strict=True))
+        return refs
+
+    @_or_else(lambda: None)
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Workers are done. What did not verify is forgotten by the broker before vLLM asks again,
+        so that nobody loads it for ever."""
+        state = self._requests.get(req_context.req_id)
+        if state is None:
+            return
+        good, bad = self._sort_out(state.loading, keys)
+        self.figures.loads_failed += len(bad)
+        if self.client is not None and (good or bad):
+            self.client.complete_load(req_context.req_id, [*good, *bad], failed=bad)
+        self._forget_if_done(req_context.req_id, state)
+
+    def note_failed(self, rows: Iterable[RowKey]) -> None:
+        """Workers could not copy these rows (of loads or of stores)."""
+        self._failed.update(rows)
+
+    def _sort_out(
+        self, running: dict[OffloadKey, RowKey], keys: Collection[OffloadKey]
+    ) -> tuple[list[OffloadKey], list[OffloadKey]]:
+        good, bad = [], []
+        for key in keys:
+            row = running.pop(key, None)
+            if row is None:
+                continue
+            if row in self._failed:
+                self._failed.discard(row)
+                bad.append(key)
+            else:
+                good.append(key)
+        return good, bad
+
+    # ---- store -------------------------------------------------------------------------------
+
+    @_or_else(lambda: None)
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """Rows for what is absent and fits: a part of the offer, in its order. None asks vLLM to
+        offer again, at most 8 times per request; an empty answer ends the matter."""
+        state = self._state(req_context.req_id)
+        offered = list(keys)
+        positions = [req_context.get_offload_key_position(key) or 0 for key in offered]
+        if state.hole is not None:
+            before = [index for index, at in enumerate(positions) if at < state.hole]
+            self.figures.holes += len(offered) - len(before)
+            offered = [offered[index] for index in before]
+            positions = [positions[index] for index in before]
+        if not offered:
+            return _nothing()
+        now = self._clock()
+        if now - state.refused_at < REFUSED_AGAIN_S:
+            return self._refuse(state)
+        client = self.client
+        offer = (
+            Offer()
+            if client is None
+            else client.prepare_store(req_context.req_id, offered, positions)
+        )
+        known = len(offer.accepted) + len(offer.present) + len(offer.writing)
+        if offer.declined or (known < len(offered) and not offer.accepted):
+            state.refused_at = now
+            return self._refuse(state)
+        if known < len(offered):
+            settled = {*offer.accepted, *offer.present, *offer.writing}
+            state.hole = min(at for i, at in enumerate(positions) if i not in settled)
+            self.figures.holes += len(offered) - known
+        accepted = [offered[index] for index in offer.accepted]
+        state.storing.update(zip(accepted, _row_keys(offer.refs), strict=True))
+        return PrepareStoreOutput(accepted, RowsLoadStoreSpec(offer.refs), [])
+
+    def _refuse(self, state: _Request) -> PrepareStoreOutput | None:
+        self.figures.refusals += 1
+        state.refusals += 1
+        return None if state.refusals <= MOST_REFUSALS else _nothing()
+
+    @_or_else(lambda: None)
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        """Workers are done. What they could not write is never called stored."""
+        state = self._requests.get(req_context.req_id)
+        if state is None:
+            return
+        good, bad = self._sort_out(state.storing, keys)
+        self.figures.stores_failed += len(bad)
+        if self.client is not None:
+            if good:
+                self.client.complete_store(req_context.req_id, good, success)
+            if bad:
+                self.client.complete_store(req_context.req_id, bad, False)
+        self._forget_if_done(req_context.req_id, state)
+
+    # ---- the rest ----------------------------------------------------------------------------
+
+    @_or_else(lambda: None)
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Count chunks as used now."""
+        if self.client is not None and keys:
+            self.client.touch(req_context.req_id, list(keys))
+
+    @_or_else(lambda: None)
+    def step(self) -> None:
+        """Once per engine step, last: hear what the broker says, send what is to be said."""
+        if self.client is not None:
+            self.client.step()
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Who was preempted starts over; the rest of the step's end is `step`."""
+        self.preempted(context.preempted_req_ids)
+
+    def has_pending_work(self) -> bool:
+        """Never: an idle engine must not spin for work that is others'."""
+        return False
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Chunks that became readable or are gone, where vLLM publishes events."""
+        if self.client is None or not self._events:
+            return ()
+        return [
+            OffloadingEvent(
+                keys=[OffloadKey(key) for key in event.keys],
+                medium=Medium(event.medium),
+                removed=event.removed,
+            )
+            for event in self.client.take_events()
+        ]
+
+    @_or_else(lambda: None)
+    def reset_cache(self) -> None:
+        """Every chunk of this engine is stale. It shares with nobody until it is started anew or
+        its namespace is moved to a version (`kvquay reset`)."""
+        for state in self._requests.values():
+            state.asked, state.hole = None, None
+            state.loading.clear()
+            state.storing.clear()
+        for req_id in [name for name, state in self._requests.items() if state.finished]:
+            del self._requests[req_id]
+        self._failed.clear()
+        if self.client is not None:
+            self.client.reset()
+
+    def get_stats(self) -> Any:
+        """Figures since the last call; None if there is nothing new."""
+        return self.figures.take()
+
+    def shutdown(self) -> None:
+        """The session ends."""
+        if self.client is not None:
+            self.client.close()
+
+
+def _row_keys(refs: Refs) -> list[RowKey]:
+    return list(zip(refs["row"].tolist(), refs["generation"].tolist(), strict=True))
+
+
+def _nothing() -> PrepareStoreOutput:
+    return PrepareStoreOutput([], RowsLoadStoreSpec(NO_REFS), [])

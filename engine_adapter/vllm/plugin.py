@@ -1,0 +1,18 @@
+"""vLLM finds us here (entry point group `vllm.general_plugins`), in each of its processes."""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Make our connector and spec known by name; more than once is fine."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+    if "KvquayConnector" not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(
+            "KvquayConnector", "engine_adapter.vllm.connector", "KvquayConnector"
+        )
+    if "KvquayOffloadingSpec" not in OffloadingSpecFactory._registry:
+        OffloadingSpecFactory.register_spec(
+            "KvquayOffloadingSpec", "engine_adapter.vllm.spec", "BrokerOffloadingSpec"
+        )
