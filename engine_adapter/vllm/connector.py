@@ -88,6 +88,8 @@ class KvquayConnector(OffloadingConnector):  # type: ignore[no-any-unimported,un
         for warning in space.warnings:
             logger.warning("kvquay: %s", warning)
         logger.info("kvquay: namespace %s", space.digest.hex())
+        for name, value in sorted(space.described.items()):  # to be compared with another engine's
+            logger.debug("kvquay: namespace of %s = %r", name, value)
         manager.connect(spec.scheduler_client(config, space.digest, key_bytes))
 
     @property

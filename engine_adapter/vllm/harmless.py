@@ -71,6 +71,9 @@ HARMLESS: dict[str, str] = {
     "cache_config.kv_offloading_size": _SIZES,
     "cache_config.user_specified_block_size": "who chose the block size; the size counts",
     "cache_config._block_size_resolved": _STATE,
+    "cache_config.hash_block_size": "is set later in some processes; tokens_per_hash counts",
+    "cache_config.cache_hit_alignment_tokens": "is set later in some processes, from the groups' "
+    "block sizes, which count",
     "parallel_config.rank": _ONE_PROCESS,
     "parallel_config.node_rank": _ONE_PROCESS,
     "parallel_config.data_parallel_size": "replicas of the same model",
