@@ -233,7 +233,8 @@ class SchedulerClient:
         """Give back holds of requests that the engine has not looked up for long."""
         for state in self._requests.values():
             if state.answer is not None and now - state.used_at > UNUSED_HOLDS_S:
-                self.release(state.request)
+                self._link.send(wire.Release(request=state.request, attempt=state.attempt))
+                state.forget_answers()
 
     # ---- lookup and load ---------------------------------------------------------------------
 

@@ -31,7 +31,8 @@ from vllm.v1.request import Request
 
 from engine_adapter.answers import GroupQuery
 from engine_adapter.vllm import namespace, spec, versions
-from engine_adapter.vllm.manager import BrokerManager, RowKey
+from engine_adapter.vllm.manager import BrokerManager
+from engine_adapter.vllm.requests import RowKey
 
 logger = logging.getLogger("vllm.kvquay")
 

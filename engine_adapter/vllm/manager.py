@@ -12,7 +12,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
@@ -35,6 +34,7 @@ from engine_adapter.answers import NO_REFS, GroupQuery, Offer, Refs
 from engine_adapter.client import SchedulerClient
 from engine_adapter.vllm.adapters import Adapters
 from engine_adapter.vllm.figures import Figures
+from engine_adapter.vllm.requests import Asked, Request, RowKey
 from engine_adapter.vllm.rows import RowsLoadStoreSpec
 
 logger = logging.getLogger("vllm.kvquay")
@@ -47,32 +47,6 @@ NOWHERE = np.iinfo(np.int32).max
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-RowKey = tuple[int, int]
-"""Row and generation."""
-
-
-@dataclass(slots=True)
-class _Asked:
-    """The last question of a request and what vLLM may be told of it."""
-
-    computed: int
-    lengths: tuple[int, ...]
-    results: dict[OffloadKey, LookupResult]
-    answered: bool = False
-
-
-@dataclass(slots=True)
-class _Request:
-    """A request that vLLM has begun; kept until its transfers have ended too."""
-
-    asked: _Asked | None = None
-    refusals: int = 0
-    refused_at: float = float("-inf")
-    hole: int | None = None
-    """End token of the first chunk that found no room: later ones are of no use to anybody."""
-    loading: dict[OffloadKey, RowKey] = field(default_factory=dict)
-    storing: dict[OffloadKey, RowKey] = field(default_factory=dict)
-    finished: bool = False
 
 
 def _or_else(
@@ -108,7 +82,7 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
         self._events = events
         self._clock = clock
         self._adapters = Adapters()
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, Request] = {}
         self._failed: set[RowKey] = set()
         self._expected: tuple[str, str | None] = ("", None)
         self._warned_at = float("-inf")
@@ -124,10 +98,10 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
             self._warned_at = now
             logger.exception("kvquay: %s failed; this engine goes on without the cache", where)
 
-    def _state(self, req_id: str) -> _Request:
+    def _state(self, req_id: str) -> Request:
         state = self._requests.get(req_id)
         if state is None:
-            state = self._requests[req_id] = _Request()
+            state = self._requests[req_id] = Request()
         return state
 
     # ---- requests ----------------------------------------------------------------------------
@@ -145,7 +119,7 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
         if lora_path is not None and req_id == req_context.req_id:
             adapter = self._adapters.digest(lora_path)
         params, tiers = req_context.kv_transfer_params, req_context.load_tier_filter.matchers
-        self._requests[req_context.req_id] = _Request()
+        self._requests[req_context.req_id] = Request()
         restricted = [
             (
                 None if matcher.medium is None else matcher.medium.value,
@@ -173,7 +147,7 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
             state.finished = True
             self._forget_if_done(req_context.req_id, state)
 
-    def _forget_if_done(self, req_id: str, state: _Request) -> None:
+    def _forget_if_done(self, req_id: str, state: Request) -> None:
         if state.finished and not state.loading and not state.storing:
             self._requests.pop(req_id, None)
 
@@ -185,7 +159,7 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
             if state is not None:
                 self._ask_anew(req_id, state)
 
-    def _ask_anew(self, req_id: str, state: _Request) -> None:
+    def _ask_anew(self, req_id: str, state: Request) -> None:
         state.asked = None
         if self.client is not None:
             self.client.release(req_id)
@@ -213,7 +187,7 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
         if asked is not None and (asked.computed != computed or asked.lengths != lengths):
             self._ask_anew(req_id, state)
         results: dict[OffloadKey, LookupResult] = {}
-        state.asked = _Asked(computed, lengths, results)
+        state.asked = Asked(computed, lengths, results)
         if self.client is None:
             return
         answer = self.client.lookup(req_id, groups)
@@ -331,7 +305,7 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
         state.storing.update(zip(accepted, _row_keys(offer.refs), strict=True))
         return PrepareStoreOutput(accepted, RowsLoadStoreSpec(offer.refs), [])
 
-    def _refuse(self, state: _Request) -> PrepareStoreOutput | None:
+    def _refuse(self, state: Request) -> PrepareStoreOutput | None:
         self.figures.refusals += 1
         state.refusals += 1
         return None if state.refusals <= MOST_REFUSALS else _nothing()

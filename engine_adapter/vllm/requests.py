@@ -1,0 +1,34 @@
+"""What the scheduler's side remembers of each request of vLLM. Knows no broker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey
+
+RowKey = tuple[int, int]
+"""Row and generation."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """The last question of a request and what vLLM may be told of it."""
+
+    computed: int
+    lengths: tuple[int, ...]
+    results: dict[OffloadKey, LookupResult]
+    answered: bool = False
+
+
+@dataclass(slots=True)
+class Request:
+    """A request that vLLM has begun; kept until its transfers have ended too."""
+
+    asked: Asked | None = None
+    refusals: int = 0
+    refused_at: float = float("-inf")
+    hole: int | None = None
+    """End token of the first chunk that found no room: later ones are of no use to anybody."""
+    loading: dict[OffloadKey, RowKey] = field(default_factory=dict)
+    storing: dict[OffloadKey, RowKey] = field(default_factory=dict)
+    finished: bool = False
