@@ -17,6 +17,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "status": ("broker.commands:status", "show what a running broker does"),
     "reset": ("broker.commands:reset", "make all chunks of a namespace stale"),
     "doctor": ("broker.doctor:main", "check this machine before serving"),
+    "vllm-config": ("engine_adapter.vllm.config_line:main", "say how to start vLLM beside it"),
     "replay": ("broker.replay.cli:replay_main", "replay a trace of requests"),
     "trace": ("broker.replay.cli:trace_main", "make a trace, or show its statistics"),
     "bench": ("engine_adapter.bench.cli:main", "measure beside a limit of the same run"),
@@ -28,16 +29,16 @@ EXIT_INTERRUPTED: Final = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_usage())
-        return 0 if arguments else EXIT_USAGE
-    if arguments[0] in ("-V", "--version"):
-        print(f"kvquay {VERSION}")
-        return 0
-    if arguments[0] not in COMMANDS:
-        print(f"kvquay: {arguments[0]!r} is not a command\n\n{_usage()}", file=sys.stderr)
-        return EXIT_USAGE
     try:
+        if not arguments or arguments[0] in ("-h", "--help", "help"):
+            print(_usage(), flush=True)
+            return 0 if arguments else EXIT_USAGE
+        if arguments[0] in ("-V", "--version"):
+            print(f"kvquay {VERSION}", flush=True)
+            return 0
+        if arguments[0] not in COMMANDS:
+            print(f"kvquay: {arguments[0]!r} is not a command\n\n{_usage()}", file=sys.stderr)
+            return EXIT_USAGE
         return _load(COMMANDS[arguments[0]][0])(arguments[1:])
     except BrokerError as error:
         from broker.supervisor import exit_code
@@ -59,7 +60,7 @@ def _load(place: str) -> Callable[[Sequence[str]], int]:
 
 
 def _usage() -> str:
-    lines = [f"  {name:<8} {text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
         [
             "usage: kvquay COMMAND [OPTION ...]",
