@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -45,63 +44,35 @@ class Admin:
 
     def __init__(self, path: str) -> None:
         """NoBroker if nobody listens there."""
-        self._reader = wire.FrameReader()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(ANSWER_DEADLINE_S)
         try:
-            self._socket.connect(path)
+            self._connection = wire.AdminConnection(path, ANSWER_DEADLINE_S)
         except OSError as error:
-            self._socket.close()
             raise NoBroker(
                 f"no broker at {path}: {error.strerror}; start one with `kvquay serve`, or name "
                 "its socket with --socket"
             ) from None
-        self.ask(
-            wire.Attach(
-                protocol=wire.PROTOCOL_VERSION,
-                client=f"kvquay {VERSION}",
-                engine_id="",
-                role=wire.Role.ADMIN,
-                rank=0,
-                world=0,
-                row_bytes=0,
-                key_bytes=0,
-                pid=os.getpid(),
-                namespace=b"",
-                weights_version=None,
-                events=False,
-            )
-        )
+        self.ask(wire.admin_attach(f"kvquay {VERSION}"))
 
     def ask(self, message: wire.Message) -> wire.Message:
         """Send one message, return its answer. NoBroker if none comes."""
         try:
-            self._socket.sendall(wire.encode(message))
-            while (answer := self._reader.next()) is None:
-                data = self._socket.recv(1 << 16)
-                if not data:
-                    raise ConnectionError("it closed the connection")
-                self._reader.feed(data)
+            answer = self._connection.ask(message)
         except OSError as error:
-            self._socket.close()
+            self._connection.close()
             raise NoBroker(f"the broker does not answer: {error}") from None
         if isinstance(answer, (wire.Error, wire.Refused)):
-            self._socket.close()
+            self._connection.close()
             raise BrokerError(answer.text)
         return answer
 
     def close(self) -> None:
         """End."""
-        self._socket.close()
+        self._connection.close()
 
 
 def _socket_option(parser: argparse.ArgumentParser) -> None:
     item = next(f for f in fields(ServeConfig) if f.name == "socket")
     parser.add_argument("--socket", help=item.metadata["help"])
-
-
-def _path(given: str | None) -> str:
-    return given or os.environ.get("KVQUAY_SOCKET") or str(wire.default_socket_path())
 
 
 def status(argv: Sequence[str]) -> int:
@@ -111,7 +82,7 @@ def status(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--verify", action="store_true", help="check the laws V1, V2 and V6 first")
     arguments = parser.parse_args(argv)
-    admin = Admin(_path(arguments.socket))
+    admin = Admin(wire.socket_path(arguments.socket))
     answer = admin.ask(wire.Status(seq=1, verify=arguments.verify))
     admin.close()
     assert isinstance(answer, wire.StatusReply)
@@ -174,7 +145,7 @@ def reset(argv: Sequence[str]) -> int:
     parser.add_argument("namespace", help="in hex as `kvquay status` prints it, or its beginning")
     parser.add_argument("--weights-version", help="engines that name it later share again")
     arguments = parser.parse_args(argv)
-    admin = Admin(_path(arguments.socket))
+    admin = Admin(wire.socket_path(arguments.socket))
     answer = admin.ask(
         wire.ResetNamespace(
             seq=1,

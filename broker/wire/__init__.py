@@ -7,7 +7,8 @@ Meaning, direction and byte examples of every message are in docs/wire.md.
 
 from __future__ import annotations
 
-from broker.wire.address import default_socket_path
+from broker.wire.address import absolute_socket_path, default_socket_path, socket_path
+from broker.wire.admin import AdminConnection, admin_attach
 from broker.wire.codec import FrameReader, decode, encode
 from broker.wire.namespace import Field, namespace_digest
 from broker.wire.registry import MESSAGE_CODES, MESSAGE_TYPES, Message
@@ -97,6 +98,7 @@ __all__ = [
     "ROW_PENDING",
     "ROW_REF",
     "ROW_RETRY",
+    "AdminConnection",
     "Attach",
     "Attached",
     "Begin",
@@ -142,8 +144,11 @@ __all__ = [
     "TransfersEnded",
     "UnknownType",
     "WireError",
+    "absolute_socket_path",
+    "admin_attach",
     "decode",
     "default_socket_path",
     "encode",
     "namespace_digest",
+    "socket_path",
 ]

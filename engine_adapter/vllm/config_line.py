@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -59,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="only the JSON, on one line")
     arguments = parser.parse_args(argv)
-    path = socket_path(arguments.socket, os.environ)
+    path = wire.absolute_socket_path(arguments.socket)
     configuration = json.dumps(transfer_config(path, arguments.blocks_per_chunk))
     if arguments.json:
         print(configuration)
@@ -80,12 +78,6 @@ def main(argv: Sequence[str]) -> int:
     if not arguments.json:
         print(f"\n{_summary(found, path)}")
     return 0
-
-
-def socket_path(given: str | None, environ: Mapping[str, str]) -> str:
-    """Absolute, as engines start in other folders."""
-    path = given or environ.get("KVQUAY_SOCKET") or str(wire.default_socket_path(environ))
-    return os.path.abspath(os.path.expanduser(path))
 
 
 def transfer_config(path: str, blocks_per_chunk: int = BLOCKS_PER_CHUNK) -> dict[str, Any]:
@@ -109,43 +101,17 @@ def serve_line(model: str, configuration: str) -> str:
 
 def ask(path: str) -> Mapping[str, Any]:
     """A broker's status. OSError if none answers in time; WireError if it speaks otherwise."""
-    hello = wire.Attach(
-        protocol=wire.PROTOCOL_VERSION,
-        client="kvquay vllm-config",
-        engine_id="",
-        role=wire.Role.ADMIN,
-        rank=0,
-        world=0,
-        row_bytes=0,
-        key_bytes=0,
-        pid=os.getpid(),
-        namespace=b"",
-        weights_version=None,
-        events=False,
-    )
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
-        stream.settimeout(ANSWER_DEADLINE_S)
-        stream.connect(path)
-        reader = wire.FrameReader()
-        _exchange(stream, reader, hello)
-        answer = _exchange(stream, reader, wire.Status(seq=1, verify=False))
+    with wire.AdminConnection(path, ANSWER_DEADLINE_S) as connection:
+        for message in (
+            wire.admin_attach("kvquay vllm-config"),
+            wire.Status(seq=1, verify=False),
+        ):
+            answer = connection.ask(message)
+            if isinstance(answer, (wire.Error, wire.Refused)):
+                raise ConnectionError(answer.text)
     if not isinstance(answer, wire.StatusReply):
         raise ConnectionError(f"it answers with {type(answer).__name__}")
     return answer.status
-
-
-def _exchange(
-    stream: socket.socket, reader: wire.FrameReader, message: wire.Message
-) -> wire.Message:
-    stream.sendall(wire.encode(message))
-    while (answer := reader.next()) is None:
-        data = stream.recv(1 << 16)
-        if not data:
-            raise ConnectionError("it closed the connection")
-        reader.feed(data)
-    if isinstance(answer, (wire.Error, wire.Refused)):
-        raise ConnectionError(answer.text)
-    return answer
 
 
 def _summary(found: Mapping[str, Any], path: str) -> str:

@@ -50,7 +50,7 @@ class BrokerOffloadingSpec(OffloadingSpec):  # type: ignore[no-any-unimported,un
         super().__init__(config)
         self.layout = RowLayout.of(config)
         self.replicated_layout = self.layout.replicated
-        self.socket = socket_path(config.extra_config)
+        self.socket = wire.absolute_socket_path(config.extra_config.get("socket"))
         self.key_bytes = 0
         self._manager: BrokerManager | None = None
         self._worker: OffloadingWorker | None = None
@@ -92,7 +92,8 @@ class BrokerOffloadingSpec(OffloadingSpec):  # type: ignore[no-any-unimported,un
 def scheduler_client(config: OffloadingConfig, namespace: bytes, key_bytes: int) -> SchedulerClient:
     """The scheduler's client, attached if there is a broker; else it attaches later by itself.
     `namespace` says who can share."""
-    socket, version = socket_path(config.extra_config), config.extra_config.get("weights_version")
+    socket = wire.absolute_socket_path(config.extra_config.get("socket"))
+    version = config.extra_config.get("weights_version")
     layout = RowLayout.of(config)
     client = SchedulerClient(
         socket,
@@ -107,9 +108,3 @@ def scheduler_client(config: OffloadingConfig, namespace: bytes, key_bytes: int)
     if os.path.exists(socket) and not client.wait_ready(ATTACH_S):
         logger.warning("kvquay: this engine starts without the cache and attaches later")
     return client
-
-
-def socket_path(extra_config: Any) -> str:
-    """Where the broker listens: the option `socket`, else KVQUAY_SOCKET, else the default."""
-    path = extra_config.get("socket") or os.environ.get("KVQUAY_SOCKET")
-    return os.path.abspath(os.path.expanduser(str(path or wire.default_socket_path())))

@@ -121,7 +121,7 @@ def test_what_is_no_broker_of_ours_is_told(broker: str, capsys: pytest.CaptureFi
 
 
 def test_the_socket_is_found_as_other_commands_find_it() -> None:
-    find = config_line.socket_path
+    find = wire.absolute_socket_path
     assert find("/a.sock", {"KVQUAY_SOCKET": "/b.sock"}) == "/a.sock"
     assert find(None, {"KVQUAY_SOCKET": "/b.sock"}) == "/b.sock"
     assert find(None, {"XDG_RUNTIME_DIR": "/run"}) == "/run/kvquay/broker.sock"
