@@ -62,16 +62,6 @@ class Connection:
         if self._queued + len(frame) > self._limit:
             self.overflowed = True
             return
-        if fd is None and not self._queue:  # what mostly happens, and needs no queue
-            try:
-                taken = self.sock.send(frame, socket.MSG_NOSIGNAL)
-            except (BlockingIOError, InterruptedError):
-                taken = 0
-            except OSError:
-                return  # a dead connection; its EOF tells of it
-            if taken == len(frame):
-                return
-            frame = frame[taken:]
         self._queue.append((frame, fd))
         self._queued += len(frame)
         if len(self._queue) == 1:

@@ -111,11 +111,11 @@ class SchedulerClient:
         """Read what the broker has said; call once per step of the engine. Never blocks: a single
         non-blocking read when nothing is new."""
         self._link.check_thread()
-        self._link.poll()
         now = self._clock()
         if now - self._swept_at >= SWEEP_EVERY_S:
             self._swept_at = now
             self._release_unused(now)
+        self._link.poll()  # last: it sends what was posted
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Attach and wait until all workers are attached too; False if that did not happen."""
@@ -233,8 +233,7 @@ class SchedulerClient:
         """Give back holds of requests that the engine has not looked up for long."""
         for state in self._requests.values():
             if state.answer is not None and now - state.used_at > UNUSED_HOLDS_S:
-                self._link.send(wire.Release(request=state.request, attempt=state.attempt))
-                state.forget_answers()
+                self.release(state.request)
 
     # ---- lookup and load ---------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from broker import wire
+from engine_adapter.vllm import plugin
 
 ANSWER_DEADLINE_S = 5.0
 BLOCKS_PER_CHUNK = 4
@@ -83,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
 def transfer_config(path: str, blocks_per_chunk: int = BLOCKS_PER_CHUNK) -> dict[str, Any]:
     """What --kv-transfer-config takes. `path` of the broker's socket."""
     return {
-        "kv_connector": "KvquayConnector",
+        "kv_connector": plugin.CONNECTOR,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {

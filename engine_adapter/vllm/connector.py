@@ -30,13 +30,11 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from engine_adapter.answers import GroupQuery
-from engine_adapter.vllm import namespace, spec, versions
+from engine_adapter.vllm import namespace, plugin, spec, versions
 from engine_adapter.vllm.manager import BrokerManager
-from engine_adapter.vllm.requests import RowKey
+from engine_adapter.vllm.rows import RowKey
 
 logger = logging.getLogger("vllm.kvquay")
-
-NAME = "KvquayConnector"
 
 
 @dataclass
@@ -63,7 +61,7 @@ class KvquayConnector(OffloadingConnector):  # type: ignore[no-any-unimported,un
         versions.check()
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config
-        extra.setdefault("spec_name", spec.NAME)
+        extra.setdefault("spec_name", plugin.SPEC)
         if extra.get("sync_load_budget_bytes"):
             raise ValueError(
                 "kvquay: vLLM's synchronous loads can't be computed anew when one fails; remove "

@@ -97,17 +97,6 @@ class SharedRows:
         self._base = None
 
 
-def cuda_worker(
-    client: WorkerClient,
-    kv_caches: CanonicalKVCaches,
-    layout: RowLayout,
-    *,
-    partial_chunks: bool = False,
-) -> CudaRowWorker:
-    """vLLM's worker for tensors on a GPU over the broker's rows. ValueError if they don't fit."""
-    return CudaRowWorker(client, kv_caches, layout, partial_chunks=partial_chunks)
-
-
 @dataclass(frozen=True, slots=True)
 class _Copier:
     """vLLM's worker for one mapping; `worker` is None where it could not be built."""

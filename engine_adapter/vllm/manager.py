@@ -34,8 +34,8 @@ from engine_adapter.answers import NO_REFS, GroupQuery, Offer, Refs
 from engine_adapter.client import SchedulerClient
 from engine_adapter.vllm.adapters import Adapters
 from engine_adapter.vllm.figures import Figures
-from engine_adapter.vllm.requests import Asked, Request, RowKey
-from engine_adapter.vllm.rows import RowsLoadStoreSpec
+from engine_adapter.vllm.requests import Asked, Request
+from engine_adapter.vllm.rows import RowKey, RowsLoadStoreSpec, row_keys
 
 logger = logging.getLogger("vllm.kvquay")
 
@@ -231,7 +231,7 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
         state.asked = None
         refs = None if self.client is None else self.client.prepare_load(req_id, keys)
         if refs is not None:
-            state.loading.update(zip(keys, _row_keys(refs), strict=True))
+            state.loading.update(zip(keys, row_keys(refs), strict=True))
         return refs
 
     @_or_else(lambda: None)
@@ -302,7 +302,7 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
             state.hole = min(at for i, at in enumerate(positions) if i not in settled)
             self.figures.holes += len(offered) - known
         accepted = [offered[index] for index in offer.accepted]
-        state.storing.update(zip(accepted, _row_keys(offer.refs), strict=True))
+        state.storing.update(zip(accepted, row_keys(offer.refs), strict=True))
         return PrepareStoreOutput(accepted, RowsLoadStoreSpec(offer.refs), [])
 
     def _refuse(self, state: Request) -> PrepareStoreOutput | None:
@@ -384,10 +384,6 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
         """The session ends."""
         if self.client is not None:
             self.client.close()
-
-
-def _row_keys(refs: Refs) -> list[RowKey]:
-    return list(zip(refs["row"].tolist(), refs["generation"].tolist(), strict=True))
 
 
 def _nothing() -> PrepareStoreOutput:

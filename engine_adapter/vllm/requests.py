@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
-RowKey = tuple[int, int]
-"""Row and generation."""
+from engine_adapter.vllm.rows import RowKey
 
 
 @dataclass(slots=True)

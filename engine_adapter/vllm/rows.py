@@ -23,6 +23,14 @@ from engine_adapter.answers import Refs
 
 ROW_ALIGNMENT = 4096
 
+RowKey = tuple[int, int]
+"""Row and generation: one chunk's stay in a row, as a key of dicts and sets."""
+
+
+def row_keys(refs: Refs) -> list[RowKey]:
+    """Of each reference (dtype `wire.ROW_REF`, shape (n,)), in order."""
+    return list(zip(refs["row"].tolist(), refs["generation"].tolist(), strict=True))
+
 
 class RowsLoadStoreSpec(BlockIDsLoadStoreSpec):
     """The rows of one job, one per chunk in vLLM's order: groups one after the other, each group's

@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from broker import wire
 from engine_adapter.client import SchedulerClient
 from engine_adapter.vllm import figures
-from engine_adapter.vllm.cuda import cuda_worker
+from engine_adapter.vllm.cuda import CudaRowWorker
 from engine_adapter.vllm.manager import BrokerManager
 from engine_adapter.vllm.rows import RowLayout
 from engine_adapter.vllm.worker import RowWorker
@@ -30,7 +30,6 @@ from engine_adapter.worker import WorkerClient
 
 logger = logging.getLogger("vllm.kvquay")
 
-NAME = "KvquayOffloadingSpec"
 ATTACH_S = 2.0
 """How long the start of an engine waits for the broker."""
 
@@ -78,7 +77,7 @@ class BrokerOffloadingSpec(OffloadingSpec):  # type: ignore[no-any-unimported,un
             else:
                 client.step()  # says once that there is no broker
             if current_platform.is_cuda_alike() or current_platform.is_xpu():
-                self._worker = cuda_worker(client, kv_caches, self.layout)
+                self._worker = CudaRowWorker(client, kv_caches, self.layout)
             else:
                 self._worker = RowWorker(client, kv_caches, self.layout)
         return self._worker

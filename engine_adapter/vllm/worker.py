@@ -26,14 +26,12 @@ from vllm.v1.kv_offload.base import (
 
 from engine_adapter.answers import Refs, Transfer
 from engine_adapter.vllm.copying import HostPages, place_load, place_store
-from engine_adapter.vllm.rows import RowLayout, RowsLoadStoreSpec
+from engine_adapter.vllm.rows import RowKey, RowLayout, RowsLoadStoreSpec, row_keys
 from engine_adapter.worker import Memory, WorkerClient
 
 log = logging.getLogger(__name__)
 
 WARN_EVERY_S = 60.0
-
-RowGeneration = tuple[int, int]
 
 
 class Failures:
@@ -41,7 +39,7 @@ class Failures:
     thread only, but `warn`."""
 
     def __init__(self) -> None:
-        self._rows: set[RowGeneration] = set()
+        self._rows: set[RowKey] = set()
         self._loads: set[int] = set()
         self._warned_at = float("-inf")
 
@@ -49,11 +47,11 @@ class Failures:
         """A job ended; `good`: which of its `refs` (both shape (n,))."""
         bad = refs[~good]
         if len(bad):
-            self._rows.update(zip(bad["row"].tolist(), bad["generation"].tolist(), strict=True))
+            self._rows.update(row_keys(bad))
             if kind is Transfer.LOAD:
                 self._loads.add(job_id)
 
-    def take(self) -> tuple[set[RowGeneration], set[int]]:
+    def take(self) -> tuple[set[RowKey], set[int]]:
         """All since the last call."""
         taken = self._rows, self._loads
         self._rows, self._loads = set(), set()
@@ -134,7 +132,7 @@ class Reporting(OffloadingWorker):
         self._submit(Transfer.LOAD, job_id, dst, src, expedited)
         return True
 
-    def take_failed(self) -> tuple[set[RowGeneration], set[int]]:
+    def take_failed(self) -> tuple[set[RowKey], set[int]]:
         """Since the last call: (row, generation) of the rows of ended loads and stores whose bytes
         were not copied or may be another key's, and the ids of loads with at least one such row."""
         return self._failures.take()

@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from engine_adapter.vllm import cuda
-from engine_adapter.vllm.cuda import CudaRowWorker, SharedRows, cuda_worker
+from engine_adapter.vllm.cuda import CudaRowWorker, SharedRows
 from engine_adapter.vllm.rows import RowLayout, RowsLoadStoreSpec
 from engine_adapter.vllm.worker import RowWorker
 from tests.engine_adapter.vllm.kv import (
@@ -112,7 +112,7 @@ class Bench:
         self.host = host or Host(self.layout.row_bytes)
         self.client = self.host.client()
         self.caches = on_device(caches_of(PAGES, GROUPS, seed=seed))
-        self.worker = cuda_worker(self.client, self.caches, self.layout)
+        self.worker = CudaRowWorker(self.client, self.caches, self.layout)
 
     def end(self, job: int) -> int:
         """Bytes of a job that has ended."""
@@ -405,7 +405,7 @@ def test_rows_of_another_size_cost_the_cache_only(
     device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
     host = Host(8192)
-    worker = cuda_worker(host.client(), on_device(caches_of(PAGES, GROUPS)), layout_of(PAGES))
+    worker = CudaRowWorker(host.client(), on_device(caches_of(PAGES, GROUPS)), layout_of(PAGES))
     worker.submit_load(1, host.spec(4), blocks_of((0, [3, 7]), (0, [])))
     assert worker.take_failed() == ({(4, 5)}, {1})
     assert "8192 bytes, not 4096" in caplog.text
