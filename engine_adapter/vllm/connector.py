@@ -130,7 +130,7 @@ class KvquayConnector(OffloadingConnector):  # type: ignore[no-any-unimported,un
         """What the workers did, failures first."""
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, WorkerReport):
-            self._manager.note_failed(meta.failed_rows)
+            self._manager.note_failed(meta.failed_rows, connector_output.failed_recving)
         super().update_connector_output(connector_output)
 
     # ---- worker ------------------------------------------------------------------------------

@@ -40,6 +40,9 @@ from engine_adapter.vllm.rows import RowKey, RowsLoadStoreSpec, row_keys
 logger = logging.getLogger("vllm.kvquay")
 
 MOST_REFUSALS = 8
+MOST_FAILED_LOADS = 3
+"""Of one request; then it is computed. Bad rows are forgotten after the first, so whatever still
+fails (a worker that can read no row, say) would fail for ever."""
 REFUSED_AGAIN_S = 0.050
 WARN_EVERY_S = 60.0
 NOWHERE = np.iinfo(np.int32).max
@@ -188,7 +191,7 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
             self._ask_anew(req_id, state)
         results: dict[OffloadKey, LookupResult] = {}
         state.asked = Asked(computed, lengths, results)
-        if self.client is None:
+        if self.client is None or state.failed_loads >= MOST_FAILED_LOADS:
             return
         answer = self.client.lookup(req_id, groups)
         state.asked.answered = not answer.pending
@@ -247,9 +250,12 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
             self.client.complete_load(req_context.req_id, [*good, *bad], failed=bad)
         self._forget_if_done(req_context.req_id, state)
 
-    def note_failed(self, rows: Iterable[RowKey]) -> None:
-        """Workers could not copy these rows (of loads or of stores)."""
+    def note_failed(self, rows: Iterable[RowKey], req_ids: Iterable[str]) -> None:
+        """Workers could not copy these rows (of loads or of stores), and so not load these
+        requests, which vLLM looks up again."""
         self._failed.update(rows)
+        for req_id in req_ids:
+            self._state(req_id).failed_loads += 1
 
     def _sort_out(
         self, running: dict[OffloadKey, RowKey], keys: Collection[OffloadKey]
