@@ -167,7 +167,10 @@ class Supervisor:
             child = subprocess.Popen(
                 [*self._argv, "--control-fd", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a terminal's Ctrl-C is ours to handle
+                # A terminal's Ctrl-C is ours to handle. Not a session of its own: Linux would
+                # schedule that as a group against the engines', and engines that spin on
+                # sched_yield then kept it waiting for more than a second.
+                process_group=0,
             )
         finally:
             theirs.close()

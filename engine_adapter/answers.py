@@ -50,11 +50,13 @@ class GroupAnswer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """Answer to a lookup, one entry per group. `pending`: some of it is still on its way; ask again
-    next step, which costs nothing. `asked_at`: monotonic seconds of the question."""
+    next step, which costs nothing. `asked_at`: monotonic seconds of the question. `timed_out`: no
+    answer came in time; the broker may only be busy, and asking again may help."""
 
     groups: tuple[GroupAnswer, ...]
     pending: bool
     asked_at: float = 0.0
+    timed_out: bool = False
 
     @property
     def is_miss(self) -> bool:
@@ -62,10 +64,10 @@ class Answer:
         return not self.pending and all(group.count == 0 for group in self.groups)
 
 
-def miss(groups: Sequence[GroupQuery], now: float) -> Answer:
+def miss(groups: Sequence[GroupQuery], now: float, *, timed_out: bool = False) -> Answer:
     """The answer where there is none."""
     nothing = tuple(GroupAnswer(first=0, count=0) for _ in groups)
-    return Answer(groups=nothing, pending=False, asked_at=now)
+    return Answer(groups=nothing, pending=False, asked_at=now, timed_out=timed_out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +75,15 @@ class Offer:
     """Answer to prepare_store. `accepted` are indexes into the offered keys, ascending; `refs` are
     their rows and generations (dtype `wire.ROW_REF`), parallel. `present` and `writing` are indexes
     of keys that need no store, or that somebody else is storing now. `declined`: nothing was
-    considered, because there is no broker, it did not answer, or the session is not ready."""
+    considered, because there is no broker, it did not answer, or the session is not ready.
+    `timed_out`: as of an Answer."""
 
     accepted: Sequence[int] = ()
     refs: Refs = field(default_factory=lambda: NO_REFS)
     present: Sequence[int] = ()
     writing: Sequence[int] = ()
     declined: bool = True
+    timed_out: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

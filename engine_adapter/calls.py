@@ -47,8 +47,12 @@ class Calls:
         return reply
 
     def on_reply(self, message: wire.Message) -> bool:
-        """An answer came; False if nobody waits for it any more."""
-        if getattr(message, "seq", 0) == self._awaited != 0:
+        """An answer came; False if nobody waits for it any more. A broker that answers late is
+        busy, not stuck: it can be asked."""
+        seq = getattr(message, "seq", 0)
+        if seq == self._awaited != 0:
             self._reply = message
             return True
+        if seq:
+            self.breaker.succeeded()
         return False

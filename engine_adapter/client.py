@@ -286,9 +286,10 @@ class SchedulerClient:
         try:
             return state.set_answer(asking.lookup(self.calls, state, groups), now)
         except asking.NoAnswer:
-            if self.calls.timeouts != timeouts:  # else nothing was asked
+            timed_out = self.calls.timeouts != timeouts  # else nothing was asked
+            if timed_out:
                 self._give_up_attempt(state)
-        return miss(groups, now)
+        return miss(groups, now, timed_out=timed_out)
 
     def _on_notice(self, notice: wire.Notice) -> None:
         state = self._requests.get(notice.request)
@@ -350,9 +351,10 @@ class SchedulerClient:
         except asking.NoAnswer as none:
             for reply in none.replies:
                 self._on_late_reply(reply)
-            if self.calls.timeouts != timeouts:  # else nothing was asked
+            timed_out = self.calls.timeouts != timeouts  # else nothing was asked
+            if timed_out:
                 self._give_up_attempt(state)
-            return Offer()
+            return Offer(timed_out=timed_out)
         state.began(Transfer.STORE, [keys[index] for index in offer.accepted], offer.refs)
         return offer
 

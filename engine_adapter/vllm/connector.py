@@ -91,6 +91,15 @@ class KvquayConnector(OffloadingConnector):  # type: ignore[no-any-unimported,un
             logger.debug("kvquay: namespace of %s = %r", name, value)
         manager.connect(spec.scheduler_client(config, space.digest, key_bytes))
 
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: VllmConfig, *arguments: Any, **named: Any) -> Any:
+        """As vLLM's, in its API server, where no connector is made: our figures are known there by
+        the spec's name, and one that is not known ends the server."""
+        vllm_config.kv_transfer_config.kv_connector_extra_config.setdefault(
+            "spec_name", plugin.SPEC
+        )
+        return super().build_prom_metrics(vllm_config, *arguments, **named)
+
     @property
     def _worker_spec(self) -> spec.BrokerOffloadingSpec:
         assert self.connector_worker is not None
@@ -114,7 +123,8 @@ class KvquayConnector(OffloadingConnector):  # type: ignore[no-any-unimported,un
             return None, False
         if not request.skip_reading_prefix_cache:
             groups = self._queries.of(request, num_computed_tokens)
-            self._manager.ask(request.request_id, num_computed_tokens, groups)
+            if not self._manager.ask(request.request_id, num_computed_tokens, groups):
+                return None, False
         matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )

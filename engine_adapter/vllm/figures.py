@@ -12,6 +12,7 @@ PREFIX = "kvquay:engine_"
 _DOCUMENTATION = {
     "faults": "Faults of the cache's own code; the engine went on without it.",
     "without_broker": "Requests looked up while there was no broker.",
+    "calls_timed_out": "Questions to the broker that it did not answer in time.",
     "loads_lost": "Loads whose chunks were gone before the worker was told of them.",
     "loads_failed": "Chunks that workers could not load; vLLM computed their tokens.",
     "stores_failed": "Chunks that workers could not store.",
@@ -26,6 +27,7 @@ class Figures:
 
     faults: int = 0
     without_broker: int = 0
+    calls_timed_out: int = 0
     loads_lost: int = 0
     loads_failed: int = 0
     stores_failed: int = 0

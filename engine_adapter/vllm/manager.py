@@ -8,11 +8,10 @@ lookup is a MISS and nothing is stored. What a broker is, `engine_adapter.client
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any
 
 import numpy as np
 from vllm.v1.kv_offload.base import (
@@ -30,49 +29,26 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from broker import wire
-from engine_adapter.answers import NO_REFS, GroupQuery, Offer, Refs
+from engine_adapter.answers import NO_REFS, GroupQuery, Refs
 from engine_adapter.client import SchedulerClient
 from engine_adapter.vllm.adapters import Adapters
 from engine_adapter.vllm.figures import Figures
+from engine_adapter.vllm.guard import Faults, or_else
 from engine_adapter.vllm.requests import Asked, Request
 from engine_adapter.vllm.rows import RowKey, RowsLoadStoreSpec, row_keys
 
 logger = logging.getLogger("vllm.kvquay")
 
 MOST_REFUSALS = 8
+MOST_TIMED_OUT = 5
+"""Lookups of one request. A broker that is stuck is not asked after three (the breaker); one that
+is only busy, on a machine with more to do than processors, answers one of them."""
 MOST_FAILED_LOADS = 3
 """Of one request; then it is computed. Bad rows are forgotten after the first, so whatever still
 fails (a worker that can read no row, say) would fail for ever."""
 REFUSED_AGAIN_S = 0.050
-WARN_EVERY_S = 60.0
 NOWHERE = np.iinfo(np.int32).max
 """A row that no pool has: a load from it fails at the worker, and vLLM computes anew."""
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-
-def _or_else(
-    fallback: Callable[[], _T],
-) -> Callable[
-    [Callable[Concatenate[BrokerManager, _P], _T]], Callable[Concatenate[BrokerManager, _P], _T]
-]:
-    """An exception would end the engine: it is logged, and the cache goes without."""
-
-    def decorate(
-        method: Callable[Concatenate[BrokerManager, _P], _T],
-    ) -> Callable[Concatenate[BrokerManager, _P], _T]:
-        @functools.wraps(method)
-        def guarded(self: BrokerManager, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-            try:
-                return method(self, *args, **kwargs)
-            except Exception:  # noqa: BLE001  an engine without a cache is better than none
-                self._faulted(method.__name__)
-                return fallback()
-
-        return cast("Callable[Concatenate[BrokerManager, _P], _T]", guarded)
-
-    return decorate
 
 
 class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused-ignore]
@@ -88,18 +64,17 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
         self._requests: dict[str, Request] = {}
         self._failed: set[RowKey] = set()
         self._expected: tuple[str, str | None] = ("", None)
-        self._warned_at = float("-inf")
+        self._faults = Faults(logger, clock)
+        self._timeouts_told = 0
 
     def connect(self, client: SchedulerClient) -> None:
         """From now on there is a cache."""
         self.client = client
 
-    def _faulted(self, where: str) -> None:
+    def faulted(self, where: str) -> None:
+        """An exception was caught in `where`."""
         self.figures.faults += 1
-        now = self._clock()
-        if now - self._warned_at >= WARN_EVERY_S:
-            self._warned_at = now
-            logger.exception("kvquay: %s failed; this engine goes on without the cache", where)
+        self._faults.tell(where)
 
     def _state(self, req_id: str) -> Request:
         state = self._requests.get(req_id)
@@ -114,7 +89,7 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
         `on_new_request`. Its files decide who can share with it."""
         self._expected = (req_id, lora_path)
 
-    @_or_else(RequestOffloadingContext)
+    @or_else(RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Only what the request says of itself is told; the rest its first question says."""
         req_id, lora_path = self._expected
@@ -140,7 +115,7 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
             )
         return RequestOffloadingContext()
 
-    @_or_else(lambda: None)
+    @or_else(lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
         """No new call will come; completions may."""
         state = self._requests.get(req_context.req_id)
@@ -154,7 +129,7 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
         if state.finished and not state.loading and not state.storing:
             self._requests.pop(req_id, None)
 
-    @_or_else(lambda: None)
+    @or_else(lambda: None)
     def preempted(self, req_ids: Iterable[str]) -> None:
         """They start over; what they store meanwhile stays good."""
         for req_id in req_ids:
@@ -169,7 +144,7 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
 
     # ---- lookup and load ---------------------------------------------------------------------
 
-    @_or_else(lambda: False)
+    @or_else(lambda: False)
     def is_waiting(self, req_id: str, computed: int) -> bool:
         """Whether the answer to this request's last question is still on its way. Cheap at any
         length of prompt: vLLM asks thousands of times a second."""
@@ -181,9 +156,10 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
             return False
         return self.client.is_pending(req_id)
 
-    @_or_else(lambda: None)
-    def ask(self, req_id: str, computed: int, groups: Sequence[GroupQuery]) -> None:
-        """Ask the broker for all groups at once; what vLLM then looks up is answered from it."""
+    @or_else(lambda: True)
+    def ask(self, req_id: str, computed: int, groups: Sequence[GroupQuery]) -> bool:
+        """Ask the broker for all groups at once; what vLLM then looks up is answered from it.
+        False if no answer came in time: it is to be asked again at the next step."""
         state = self._state(req_id)
         lengths = tuple(len(group.keys) for group in groups)
         asked = state.asked
@@ -192,8 +168,11 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
         results: dict[OffloadKey, LookupResult] = {}
         state.asked = Asked(computed, lengths, results)
         if self.client is None or state.failed_loads >= MOST_FAILED_LOADS:
-            return
+            return True
         answer = self.client.lookup(req_id, groups)
+        if answer.timed_out and state.timed_out < MOST_TIMED_OUT:
+            state.timed_out += 1
+            return False
         state.asked.answered = not answer.pending
         found = LookupResult.HIT_PENDING if answer.pending else LookupResult.HIT
         for group, part in zip(groups, answer.groups, strict=True):
@@ -201,8 +180,9 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
                 results[OffloadKey(key)] = found
         if self.client.attached is None:
             self.figures.without_broker += 1
+        return True
 
-    @_or_else(lambda: LookupResult.MISS)
+    @or_else(lambda: LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """What the last question said of this key; what was not asked is a MISS."""
         state = self._requests.get(req_context.req_id)
@@ -221,7 +201,7 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
         try:
             refs = self._take(wanted, req_context.req_id)
         except Exception:  # noqa: BLE001  as above; vLLM can take no refusal here
-            self._faulted("prepare_load")
+            self.faulted("prepare_load")
             refs = None
         if refs is None:
             self.figures.loads_lost += 1
@@ -237,7 +217,7 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
             state.loading.update(zip(keys, row_keys(refs), strict=True))
         return refs
 
-    @_or_else(lambda: None)
+    @or_else(lambda: None)
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Workers are done. What did not verify is forgotten by the broker before vLLM asks again,
         so that nobody loads it for ever."""
@@ -274,7 +254,7 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
 
     # ---- store -------------------------------------------------------------------------------
 
-    @_or_else(lambda: None)
+    @or_else(lambda: None)
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
@@ -290,15 +270,16 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
             positions = [positions[index] for index in before]
         if not offered:
             return _nothing()
+        client = self.client
+        if client is None or client.attached is None:
+            state.hole = min(positions)
+            return _nothing()
         now = self._clock()
         if now - state.refused_at < REFUSED_AGAIN_S:
             return self._refuse(state)
-        client = self.client
-        offer = (
-            Offer()
-            if client is None
-            else client.prepare_store(req_context.req_id, offered, positions)
-        )
+        offer = client.prepare_store(req_context.req_id, offered, positions)
+        if offer.timed_out:
+            return self._refuse(state)
         known = len(offer.accepted) + len(offer.present) + len(offer.writing)
         if offer.declined or (known < len(offered) and not offer.accepted):
             state.refused_at = now
@@ -316,7 +297,7 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
         state.refusals += 1
         return None if state.refusals <= MOST_REFUSALS else _nothing()
 
-    @_or_else(lambda: None)
+    @or_else(lambda: None)
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
@@ -335,13 +316,13 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
 
     # ---- the rest ----------------------------------------------------------------------------
 
-    @_or_else(lambda: None)
+    @or_else(lambda: None)
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Count chunks as used now."""
         if self.client is not None and keys:
             self.client.touch(req_context.req_id, list(keys))
 
-    @_or_else(lambda: None)
+    @or_else(lambda: None)
     def step(self) -> None:
         """Once per engine step, last: hear what the broker says, send what is to be said."""
         if self.client is not None:
@@ -368,7 +349,7 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
             for event in self.client.take_events()
         ]
 
-    @_or_else(lambda: None)
+    @or_else(lambda: None)
     def reset_cache(self) -> None:
         """Every chunk of this engine is stale. It shares with nobody until it is started anew or
         its namespace is moved to a version (`kvquay reset`)."""
@@ -384,6 +365,10 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
 
     def get_stats(self) -> Any:
         """Figures since the last call; None if there is nothing new."""
+        if self.client is not None:
+            timeouts = self.client.calls.timeouts
+            self.figures.calls_timed_out += timeouts - self._timeouts_told
+            self._timeouts_told = timeouts
         return self.figures.take()
 
     def shutdown(self) -> None:

@@ -26,6 +26,7 @@ class Request:
     asked: Asked | None = None
     refusals: int = 0
     refused_at: float = float("-inf")
+    timed_out: int = 0
     failed_loads: int = 0
     hole: int | None = None
     """End token of the first chunk that found no room: later ones are of no use to anybody."""

@@ -202,6 +202,11 @@ class VllmEngine:
         """One of the figures of its `/metrics`."""
         return float(self.ask("metrics")[name])
 
+    def own_figures(self) -> dict[str, float]:
+        """The adapter's own among them that are not 0."""
+        figures = self.ask("metrics").items()
+        return {name: value for name, value in figures if name.startswith("kvquay:") and value}
+
     def children(self) -> list[psutil.Process]:
         """vLLM's own processes under the first one."""
         children: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)

@@ -75,6 +75,16 @@ def test_three_time_outs_open_the_breaker_and_every_attempt_is_cancelled(ends: E
     assert ends.lookup().groups[0].count == 2
 
 
+def test_a_late_answer_closes_the_breaker(ends: Ends) -> None:
+    for _ in range(FAILURES):
+        assert ends.lookup().timed_out
+    assert not ends.lookup().timed_out  # not asked
+    ends.broker.say(wire.LookupReply(seq=FAILURES, request="r", attempt=1, results=()))
+    ends.client.step()
+    ends.broker.answer = hits(4, 5)
+    assert ends.lookup().groups[0].count == 2
+
+
 def test_stores_declined_by_the_breaker_leave_the_request_alone(ends: Ends) -> None:
     ends.broker.answer = hits(4, 5)
     held = ends.lookup()
