@@ -131,6 +131,9 @@ class RequestState:
     finished: bool = False
     groups: list[GroupState] | None = None
     answer: Answer | None = None
+    early: list[tuple[Sequence[bytes], Refs]] | None = None
+    """While a lookup is under way, what was noticed of it: a notice may be right behind the reply,
+    in the same read, and be heard before the reply is put together."""
     used_at: float = 0.0
     index: dict[bytes, tuple[int, int]] = field(default_factory=dict)
     transfers: dict[tuple[Transfer, bytes], list[tuple[int, np.void]]] = field(default_factory=dict)
@@ -164,10 +167,14 @@ class RequestState:
 
     def set_answer(self, groups: list[GroupState], now: float) -> Answer:
         """A reply came."""
+        early, self.early = self.early, None
         self.groups = groups
         self.used_at = now
         self.index = {}
-        return self._evaluate(now)
+        answer = self._evaluate(now)
+        for keys, refs in early or ():
+            answer = self.notice(keys, refs) or answer
+        return answer
 
     def _evaluate(self, now: float) -> Answer:
         evaluated = [group.evaluate() for group in self.groups or ()]
@@ -179,15 +186,18 @@ class RequestState:
         )
         return self.answer
 
-    def notice(self, keys: Sequence[bytes], refs: Refs) -> None:
-        """The broker says what became of keys that were pending."""
+    def notice(self, keys: Sequence[bytes], refs: Refs) -> Answer | None:
+        """The broker says what became of keys that were pending; the answer as it is now."""
+        if self.early is not None:
+            self.early.append((keys, refs))
+            return None
         if self.groups is None or self.answer is None:
-            return
+            return None
         for key, ref in zip(keys, refs, strict=True):
             place = self.index.get(key)
             if place is not None:
                 self.groups[place[0]].refs[place[1]] = ref
-        self._evaluate(self.answer.asked_at)
+        return self._evaluate(self.answer.asked_at)
 
     def _places(self) -> dict[bytes, tuple[int, int]]:
         """Group and offset of every key that was answered."""
@@ -210,7 +220,7 @@ class RequestState:
 
     def forget_answers(self) -> None:
         """Earlier answers mean nothing any more."""
-        self.groups, self.answer, self.index = None, None, {}
+        self.groups, self.answer, self.early, self.index = None, None, None, {}
 
 
 def to_wire(query: GroupQuery) -> wire.LookupGroup:

@@ -65,6 +65,7 @@ def lookup(calls: Calls, state: RequestState, groups: Sequence[GroupQuery]) -> l
     A prefix is asked piece by piece until a piece ends with a MISS, so that nothing behind it is
     held or promoted; a window is searched in the last 1,024 keys.
     """
+    state.early = []
     found = [GroupState(keys=group.keys, first=0, refs=NO_REFS) for group in groups]
     open_groups = list(range(len(groups)))
     while open_groups:

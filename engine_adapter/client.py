@@ -286,6 +286,7 @@ class SchedulerClient:
         try:
             return state.set_answer(asking.lookup(self.calls, state, groups), now)
         except asking.NoAnswer:
+            state.early = None
             timed_out = self.calls.timeouts != timeouts  # else nothing was asked
             if timed_out:
                 self._give_up_attempt(state)

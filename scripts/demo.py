@@ -1,7 +1,12 @@
-"""The demo: two toy engines behind one broker on real text, then the trace replay table."""
+"""The demo: vLLM engines behind one broker on real text, then the trace replay table.
+
+Where there is no vLLM, two engines of our own (`engine_adapter/toy`) take its place.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -137,7 +142,11 @@ def replay_table() -> None:
 
 def main() -> int:
     """Run both parts."""
-    share_text()
+    if importlib.util.find_spec("vllm") is None:
+        share_text()
+    else:
+        sys.path.insert(0, str(ROOT))
+        importlib.import_module("demo_vllm").share(DOCUMENT)
     replay_table()
     return 0
 

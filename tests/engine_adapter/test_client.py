@@ -171,6 +171,24 @@ def notice(attempt: int, number: int, row: int) -> wire.Notice:
     return wire.Notice(request="r", attempt=attempt, keys=key(number), refs=refs)
 
 
+def test_a_notice_right_behind_the_reply_counts(ends: Ends) -> None:
+    pending = hits(4, wire.ROW_PENDING)
+
+    def answer(message: wire.Message) -> None:
+        reply = pending(message)
+        if reply is not None:
+            ends.broker.say(reply)
+            ends.broker.say(notice(1, 2, 7))  # the client's read finds both
+
+    ends.broker.answer = answer
+    answered = ends.lookup()
+    assert not answered.pending
+    assert answered.groups[0].count == 2
+    refs = ends.client.prepare_load("r", KEYS)
+    assert refs is not None
+    assert refs["row"].tolist() == [4, 7]
+
+
 def test_notices_of_an_old_attempt_are_dropped(ends: Ends) -> None:
     ends.broker.answer = hits(4, wire.ROW_PENDING)
     assert ends.lookup().pending
