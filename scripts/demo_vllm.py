@@ -89,6 +89,4 @@ def report(
     computed = [len(asked) - answer.cached for asked, answer in zip(prompts, answers, strict=True)]
     print("\n   Every output is, token for token, that of an engine without a cache. B and C had")
     print("   never seen the text: they loaded, at the same time, what A had computed (in whole")
-    print(
-        f"   chunks of 64 tokens), and computed {computed[1]} and {computed[2]} tokens themselves.\n"
-    )
+    print(f"   chunks of 64 tokens), and computed {computed[1]} and {computed[2]} tokens.\n")

@@ -13,6 +13,7 @@ _MISSING = ""
 try:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's own, of its dependencies
+        import vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector
         import vllm.v1.kv_offload.cpu.gpu_worker  # noqa: F401
 except ImportError as error:
     _MISSING = f"VLLM IS NOT TESTED: {type(error).__name__}: {error}"

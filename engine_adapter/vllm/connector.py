@@ -111,8 +111,7 @@ class KvquayConnector(OffloadingConnector):  # type: ignore[no-any-unimported,un
 
     def on_new_request(self, request: Request) -> None:
         """A request begins."""
-        lora = getattr(request, "lora_request", None)
-        self._manager.expect(request.request_id, None if lora is None else lora.lora_path)
+        self._manager.expect(request.request_id, getattr(request, "lora_request", None))
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(

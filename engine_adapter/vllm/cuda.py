@@ -32,7 +32,7 @@ from engine_adapter.vllm.rows import RowLayout, RowsLoadStoreSpec
 from engine_adapter.vllm.worker import Reporting, hold, step
 from engine_adapter.worker import Memory, WorkerClient
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.kvquay")
 
 
 class SharedRows:

@@ -90,7 +90,11 @@ HARMLESS: dict[str, str] = {
     **_each(_NETWORK, "KVTransferConfig", "kv_connector_extra_config.socket"),
     **_each(_RESOLVED, "KVTransferConfig", "kv_connector_extra_config.block_size"),
     **_each(_RESOLVED, "KVTransferConfig", "kv_connector_extra_config.blocks_per_chunk"),
-    **_each(_RESOLVED, "KVTransferConfig", "kv_connector_extra_config.weights_version"),
+    **_each(
+        "the version of the namespace, with which an engine attaches",
+        "KVTransferConfig",
+        "kv_connector_extra_config.weights_version",
+    ),
     **_each(
         "which code of ours; how it lays out rows counts as `row_layout`",
         "KVTransferConfig",

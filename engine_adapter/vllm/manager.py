@@ -31,7 +31,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from broker import wire
 from engine_adapter.answers import NO_REFS, GroupQuery, Refs
 from engine_adapter.client import SchedulerClient
-from engine_adapter.vllm.adapters import Adapters
+from engine_adapter.vllm.adapters import Adapter, Adapters
 from engine_adapter.vllm.figures import Figures
 from engine_adapter.vllm.guard import Faults, or_else
 from engine_adapter.vllm.requests import Asked, Request
@@ -63,7 +63,7 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
         self._adapters = Adapters()
         self._requests: dict[str, Request] = {}
         self._failed: set[RowKey] = set()
-        self._expected: tuple[str, str | None] = ("", None)
+        self._expected: tuple[str, Adapter | None] = ("", None)
         self._faults = Faults(logger, clock)
         self._timeouts_told = 0
 
@@ -84,20 +84,21 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
 
     # ---- requests ----------------------------------------------------------------------------
 
-    def expect(self, req_id: str, lora_path: str | None) -> None:
+    def expect(self, req_id: str, adapter: Adapter | None) -> None:
         """The request that begins next runs under an adapter (or none), which vLLM does not tell
-        `on_new_request`. Its files decide who can share with it."""
-        self._expected = (req_id, lora_path)
+        `on_new_request`. Its files decide who can share with it; until they have been read, nobody.
+        """
+        self._expected = (req_id, adapter)
 
     @or_else(RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Only what the request says of itself is told; the rest its first question says."""
-        req_id, lora_path = self._expected
-        adapter = b""
-        if lora_path is not None and req_id == req_context.req_id:
-            adapter = self._adapters.digest(lora_path)
+        req_id, expected = self._expected
+        digest: bytes | None = b""
+        if expected is not None and req_id == req_context.req_id:
+            digest = self._adapters.digest(expected)
+        self._requests[req_context.req_id] = Request(is_cached=digest is not None)
         params, tiers = req_context.kv_transfer_params, req_context.load_tier_filter.matchers
-        self._requests[req_context.req_id] = Request()
         restricted = [
             (
                 None if matcher.medium is None else matcher.medium.value,
@@ -106,10 +107,10 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
             for matcher in tiers
         ]
         everything = restricted == [(None, None)]
-        if self.client is not None and (params or adapter or not everything):
+        if self.client is not None and (params or digest or not everything):
             self.client.begin(
                 req_context.req_id,
-                adapter=adapter,
+                adapter=digest or b"",
                 kv_transfer_params=params or None,
                 load_tiers=None if everything else restricted,
             )
@@ -167,7 +168,7 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
             self._ask_anew(req_id, state)
         results: dict[OffloadKey, LookupResult] = {}
         state.asked = Asked(computed, lengths, results)
-        if self.client is None or state.failed_loads >= MOST_FAILED_LOADS:
+        if self.client is None or not state.is_cached or state.failed_loads >= MOST_FAILED_LOADS:
             return True
         answer = self.client.lookup(req_id, groups)
         if answer.timed_out and state.timed_out < MOST_TIMED_OUT:
@@ -271,7 +272,7 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
         if not offered:
             return _nothing()
         client = self.client
-        if client is None or client.attached is None:
+        if client is None or client.attached is None or not state.is_cached:
             state.hole = min(positions)
             return _nothing()
         now = self._clock()
@@ -373,6 +374,7 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
 
     def shutdown(self) -> None:
         """The session ends."""
+        self._adapters.close()
         if self.client is not None:
             self.client.close()
 

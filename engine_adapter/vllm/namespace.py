@@ -74,20 +74,17 @@ def engine_namespace(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     offloading_config: OffloadingConfig,
-    *,
-    weights_version: str | None = None,
 ) -> Namespace:
     """The namespace of an engine whose configuration is resolved, in its scheduler's process.
 
-    `weights_version`: the user's name of the weights, else the option of that name. SharingRefused,
-    with the field and what to do, where something can't be put into words that mean the same in
-    every process.
+    The option `weights_version`, the user's name of the weights, is not in it: it is the version of
+    the namespace that the engine attaches with, and that `kvquay reset` moves engines to.
+    SharingRefused, with the field and what to do, where something can't be put into words that mean
+    the same in every process.
     """
-    if weights_version is None:
-        weights_version = offloading_config.extra_config.get("weights_version")
+    is_named = offloading_config.extra_config.get("weights_version") is not None
     described: dict[str, Any] = {
         "row_layout": ROW_LAYOUT,
-        "weights_version": None if weights_version is None else str(weights_version),
         "v2_model_runner": bool(getattr(vllm_config, "use_v2_model_runner", False)),
         **versions.machine(),
     }
@@ -98,7 +95,8 @@ def engine_namespace(
     _describe(kv_cache_config, "kv_cache", described)
     _describe(offloading_config, "offloading", described)
     _describe_variables(described)
-    warnings = _identify_weights(vllm_config, described) + _probe_keys(vllm_config, described)
+    warnings = _identify_weights(vllm_config, described, is_named)
+    warnings += _probe_keys(vllm_config, described)
     try:
         digest = wire.namespace_digest(described)
     except ValueError as error:  # not text, or a number beyond all bounds
@@ -139,8 +137,11 @@ def _placement(tensor: Any, blocks: int) -> dict[str, Any]:
     return {"layer": per_block(tensor.layer_stride), "offset": per_block(tensor.offset)}
 
 
-def _identify_weights(vllm_config: VllmConfig, into: dict[str, Any]) -> tuple[str, ...]:
-    """Weights of the model and of a draft; a warning if nothing says which they are."""
+def _identify_weights(
+    vllm_config: VllmConfig, into: dict[str, Any], is_named: bool
+) -> tuple[str, ...]:
+    """Weights of the model and of a draft; a warning if nothing says which they are, nor the user
+    (`is_named`)."""
     models = {"weights": vllm_config.model_config}
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     if draft is not None and draft is not vllm_config.model_config:
@@ -153,7 +154,7 @@ def _identify_weights(vllm_config: VllmConfig, into: dict[str, Any]) -> tuple[st
         into[name] = known = dict(fingerprint(model))
         into[f"{name}.code"] = _code(model)
         pinned = _COMMIT.fullmatch(str(known.get("commit") or known.get("revision") or ""))
-        if "files" not in known and pinned is None and into["weights_version"] is None:
+        if "files" not in known and pinned is None and not is_named:
             known["unknown"] = os.urandom(16).hex()
             warnings.append(
                 f"nothing says which weights {known.get('name')} has, so this engine shares with "

@@ -23,6 +23,7 @@ class Asked:
 class Request:
     """A request that vLLM has begun; kept until its transfers have ended too."""
 
+    is_cached: bool = True
     asked: Asked | None = None
     refusals: int = 0
     refused_at: float = float("-inf")

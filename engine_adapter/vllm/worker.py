@@ -29,7 +29,7 @@ from engine_adapter.vllm.copying import HostPages, place_load, place_store
 from engine_adapter.vllm.rows import RowKey, RowLayout, RowsLoadStoreSpec, row_keys
 from engine_adapter.worker import Memory, WorkerClient
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.kvquay")
 
 WARN_EVERY_S = 60.0
 
