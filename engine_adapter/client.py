@@ -107,6 +107,11 @@ class SchedulerClient:
         """Whether the broker can be asked."""
         return self._link.state
 
+    @property
+    def heard(self) -> int:
+        """Grows whenever something has come from the broker: else no answer has changed."""
+        return self._link.heard
+
     def step(self) -> None:
         """Read what the broker has said; call once per step of the engine. Never blocks: a single
         non-blocking read when nothing is new."""
@@ -262,17 +267,13 @@ class SchedulerClient:
         return self._ask(state, groups, now)
 
     def is_pending(self, request: str) -> bool:
-        """Whether the last lookup's answer is still on its way; asks nothing. False too once it has
-        waited too long: the next lookup then is a MISS."""
+        """Whether the last lookup's answer is still on its way, as far as `step` has heard; asks
+        nothing. False too once it has waited too long: the next lookup then is a MISS."""
         state = self._requests.get(self._link.enter(request))
         if state is None or state.answer is None or not state.answer.pending:
             return False
-        self._link.poll()
-        known, now = state.answer, self._clock()
-        state.used_at = now
-        if known is None or not known.pending:
-            return False
-        return now - known.asked_at <= self._wait_limit_s
+        state.used_at = self._clock()
+        return state.used_at - state.answer.asked_at <= self._wait_limit_s
 
     def release(self, request: str) -> None:
         """Give back what the last lookup holds; the next one asks anew."""

@@ -105,6 +105,8 @@ class Link:
         self._thread: int | None = None
         self.state = LinkState.DOWN
         self.last_error = ""
+        self.heard = 0
+        """Grows with every message and every end of a connection."""
         _links.add(self)
 
     def check_thread(self) -> None:
@@ -230,6 +232,7 @@ class Link:
             self._down(f"the broker does not speak this protocol: {error}")
 
     def _dispatch(self, message: wire.Message) -> None:
+        self.heard += 1
         if isinstance(message, wire.Refused):
             self._down(
                 f"refused: {message.text} (broker: {message.ours}, here: {message.theirs})",
@@ -255,6 +258,7 @@ class Link:
             os.close(fd)
         self._fds = []
         self._posted = b""
+        self.heard += 1
         self.state = state
         self._retry_at = self._clock() + RETRY_S
         self._warn(why)

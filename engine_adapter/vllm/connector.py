@@ -118,7 +118,7 @@ class KvquayConnector(OffloadingConnector):  # type: ignore[no-any-unimported,un
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """How many tokens can be loaded; None while the broker does not know yet."""
-        if self._manager.is_waiting(request.request_id, num_computed_tokens):
+        if self._manager.waiting.get(request.request_id) == num_computed_tokens:
             return None, False
         if not request.skip_reading_prefix_cache:
             groups = self._queries.of(request, num_computed_tokens)

@@ -47,6 +47,8 @@ MOST_FAILED_LOADS = 3
 """Of one request; then it is computed. Bad rows are forgotten after the first, so whatever still
 fails (a worker that can read no row, say) would fail for ever."""
 REFUSED_AGAIN_S = 0.050
+LOOK_AGAIN_S = 0.1
+"""Whether a request has waited too long is asked this often."""
 NOWHERE = np.iinfo(np.int32).max
 """A row that no pool has: a load from it fails at the worker, and vLLM computes anew."""
 
@@ -66,6 +68,11 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
         self._expected: tuple[str, Adapter | None] = ("", None)
         self._faults = Faults(logger, clock)
         self._timeouts_told = 0
+        self.waiting: dict[str, int] = {}
+        """Requests whose last answer is still on its way, and the tokens that they had computed
+        then. To be looked at and not changed: vLLM asks of each thousands of times a second."""
+        self._heard = 0
+        self._look_again_at = 0.0
 
     def connect(self, client: SchedulerClient) -> None:
         """From now on there is a cache."""
@@ -119,6 +126,7 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
     @or_else(lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
         """No new call will come; completions may."""
+        self.waiting.pop(req_context.req_id, None)
         state = self._requests.get(req_context.req_id)
         if self.client is not None:
             self.client.finish(req_context.req_id)
@@ -140,28 +148,18 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
 
     def _ask_anew(self, req_id: str, state: Request) -> None:
         state.asked = None
+        self.waiting.pop(req_id, None)
         if self.client is not None:
             self.client.release(req_id)
 
     # ---- lookup and load ---------------------------------------------------------------------
-
-    @or_else(lambda: False)
-    def is_waiting(self, req_id: str, computed: int) -> bool:
-        """Whether the answer to this request's last question is still on its way. Cheap at any
-        length of prompt: vLLM asks thousands of times a second."""
-        state = self._requests.get(req_id)
-        if self.client is None or state is None or state.asked is None:
-            return False
-        asked = state.asked
-        if asked.answered or asked.computed != computed:
-            return False
-        return self.client.is_pending(req_id)
 
     @or_else(lambda: True)
     def ask(self, req_id: str, computed: int, groups: Sequence[GroupQuery]) -> bool:
         """Ask the broker for all groups at once; what vLLM then looks up is answered from it.
         False if no answer came in time: it is to be asked again at the next step."""
         state = self._state(req_id)
+        self.waiting.pop(req_id, None)
         lengths = tuple(len(group.keys) for group in groups)
         asked = state.asked
         if asked is not None and (asked.computed != computed or asked.lengths != lengths):
@@ -174,8 +172,9 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
         if answer.timed_out and state.timed_out < MOST_TIMED_OUT:
             state.timed_out += 1
             return False
-        state.asked.answered = not answer.pending
         found = LookupResult.HIT_PENDING if answer.pending else LookupResult.HIT
+        if answer.pending:
+            self.waiting[req_id] = computed
         for group, part in zip(groups, answer.groups, strict=True):
             for key in group.keys[part.first : part.first + part.count]:
                 results[OffloadKey(key)] = found
@@ -326,8 +325,16 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
     @or_else(lambda: None)
     def step(self) -> None:
         """Once per engine step, last: hear what the broker says, send what is to be said."""
-        if self.client is not None:
-            self.client.step()
+        if self.client is None:
+            return
+        self.client.step()
+        if self.waiting and (
+            self.client.heard != self._heard or self._clock() >= self._look_again_at
+        ):
+            self._heard = self.client.heard
+            self._look_again_at = self._clock() + LOOK_AGAIN_S
+            for req_id in [r for r in self.waiting if not self.client.is_pending(r)]:
+                del self.waiting[req_id]
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Who was preempted starts over; the rest of the step's end is `step`."""
@@ -361,6 +368,7 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
         for req_id in [name for name, state in self._requests.items() if state.finished]:
             del self._requests[req_id]
         self._failed.clear()
+        self.waiting.clear()
         if self.client is not None:
             self.client.reset()
 

@@ -16,7 +16,6 @@ class Asked:
     computed: int
     lengths: tuple[int, ...]
     results: dict[OffloadKey, LookupResult]
-    answered: bool = False
 
 
 @dataclass(slots=True)

@@ -11,8 +11,9 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey, PrepareStoreOutput
 
 from broker import wire
 from engine_adapter.answers import GroupQuery
-from engine_adapter.client import SchedulerClient
+from engine_adapter.client import WAIT_LIMIT_S, SchedulerClient
 from engine_adapter.vllm.manager import (
+    LOOK_AGAIN_S,
     MOST_FAILED_LOADS,
     MOST_REFUSALS,
     MOST_TIMED_OUT,
@@ -243,12 +244,44 @@ def test_a_load_without_holds_fails_at_the_worker(ends: Ends) -> None:
     assert ends.manager.figures.loads_lost == 1
 
 
-def test_an_idle_engine_does_not_spin_for_others(ends: Ends) -> None:
+def test_while_a_request_waits_nothing_is_asked_and_its_end_is_heard(ends: Ends) -> None:
     ends.broker.answer = hits(4, wire.ROW_PENDING)
     ends.ask()
-    assert ends.manager.is_waiting("r", 0)
-    assert not ends.manager.is_waiting("r", 16)
-    assert not ends.manager.has_pending_work()
+    for _ in range(5):
+        ends.manager.step()
+        assert ends.manager.waiting == {"r": 0}
+    assert not ends.manager.has_pending_work()  # an idle engine does not spin for others
+    refs = np.array([(5, 1)], dtype=wire.ROW_REF).tobytes()
+    ends.broker.say(wire.Notice(request="r", attempt=1, keys=bytes(KEYS[1]), refs=refs))
+    ends.manager.step()
+    assert ends.manager.waiting == {}
+    assert ends.ask()
+    assert ends.found()[:2] == [LookupResult.HIT] * 2
+    assert ends.asked(wire.Lookup) == 1
+
+
+def test_a_wait_without_end_is_a_miss(ends: Ends) -> None:
+    ends.broker.answer = hits(4, wire.ROW_PENDING)
+    ends.ask()
+    for _ in range(int(WAIT_LIMIT_S / LOOK_AGAIN_S) - 1):
+        ends.broker.clock.advance(LOOK_AGAIN_S)
+        ends.manager.step()
+        assert ends.manager.waiting == {"r": 0}
+    ends.broker.clock.advance(3 * LOOK_AGAIN_S)
+    ends.manager.step()
+    assert ends.manager.waiting == {}
+    assert ends.ask()
+    assert ends.found() == [LookupResult.MISS] * 3
+
+
+def test_who_finishes_or_starts_over_waits_no_more(ends: Ends) -> None:
+    ends.broker.answer = hits(4, wire.ROW_PENDING)
+    ends.ask()
+    ends.manager.preempted(["r"])
+    assert ends.manager.waiting == {}
+    ends.ask()
+    ends.manager.on_request_finished(context())
+    assert ends.manager.waiting == {}
 
 
 def test_figures_are_taken_once(ends: Ends) -> None:
