@@ -59,6 +59,11 @@ def begin(
     return message
 
 
+def split(packed: bytes, key_bytes: int) -> list[bytes]:
+    """Keys that a message holds one behind the other."""
+    return [packed[at : at + key_bytes] for at in range(0, len(packed), key_bytes)]
+
+
 def lookup(calls: Calls, state: RequestState, groups: Sequence[GroupQuery]) -> list[GroupState]:
     """Answers for every group. NoAnswer if one message got none.
 

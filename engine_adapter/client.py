@@ -153,7 +153,7 @@ class SchedulerClient:
             self._on_notice(message)
         elif isinstance(message, wire.Events):
             self._events += [
-                Event(removed=e.removed, medium=e.medium, keys=self._split(e.keys))
+                Event(removed=e.removed, medium=e.medium, keys=asking.split(e.keys, self.key_bytes))
                 for e in message.events
             ]
         elif isinstance(message, (wire.Resync, wire.ResetNotice)):
@@ -179,10 +179,6 @@ class SchedulerClient:
         self._link.send(wire.Cancel(request=request.request, attempt=request.attempt))
         request.attempt = next(self._attempts)
         request.forget_answers()
-
-    def _split(self, packed: bytes) -> list[bytes]:
-        size = self.key_bytes
-        return [packed[at : at + size] for at in range(0, len(packed), size)]
 
     # ---- requests ----------------------------------------------------------------------------
 
@@ -296,7 +292,9 @@ class SchedulerClient:
     def _on_notice(self, notice: wire.Notice) -> None:
         state = self._requests.get(notice.request)
         if state is not None and state.attempt == notice.attempt:
-            state.notice(self._split(notice.keys), np.frombuffer(notice.refs, wire.ROW_REF))
+            state.notice(
+                asking.split(notice.keys, self.key_bytes), np.frombuffer(notice.refs, wire.ROW_REF)
+            )
 
     def prepare_load(self, request: str, keys: Sequence[bytes]) -> Refs | None:
         """Rows and generations (dtype `wire.ROW_REF`) for workers to load `keys` from.

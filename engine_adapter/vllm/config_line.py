@@ -100,11 +100,14 @@ def serve_line(model: str, configuration: str) -> str:
     return shlex.join(["vllm", "serve", model, "--kv-transfer-config", configuration])
 
 
-def ask(path: str) -> Mapping[str, Any]:
-    """A broker's status. OSError if none answers in time; WireError if it speaks otherwise."""
-    with wire.AdminConnection(path, ANSWER_DEADLINE_S) as connection:
+def ask(
+    path: str, program: str = "kvquay vllm-config", deadline_s: float = ANSWER_DEADLINE_S
+) -> Mapping[str, Any]:
+    """A broker's status, for a `program`. OSError if none answers in `deadline_s` seconds;
+    WireError if it speaks otherwise."""
+    with wire.AdminConnection(path, deadline_s) as connection:
         for message in (
-            wire.admin_attach("kvquay vllm-config"),
+            wire.admin_attach(program),
             wire.Status(seq=1, verify=False),
         ):
             answer = connection.ask(message)

@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from broker import wire
 from engine_adapter.client import SchedulerClient
-from engine_adapter.vllm import figures
+from engine_adapter.vllm import figures, neighbours
 from engine_adapter.vllm.cuda import CudaRowWorker
 from engine_adapter.vllm.manager import BrokerManager
 from engine_adapter.vllm.rows import RowLayout
@@ -104,6 +104,9 @@ def scheduler_client(config: OffloadingConfig, namespace: bytes, key_bytes: int)
         weights_version=None if version is None else str(version),
         events=config.enable_kv_cache_events,
     )
-    if os.path.exists(socket) and not client.wait_ready(ATTACH_S):
-        logger.warning("kvquay: this engine starts without the cache and attaches later")
+    if os.path.exists(socket):
+        if client.wait_ready(ATTACH_S):
+            neighbours.tell(socket, config.engine_id)
+        else:
+            logger.warning("kvquay: this engine starts without the cache and attaches later")
     return client
