@@ -6,10 +6,12 @@ Changes nothing. Settings are read as `kvquay serve` reads them.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -27,6 +29,7 @@ from broker.version import VERSION
 from broker.wire import default_socket_path
 
 ENGINES_ASSUMED: Final = 4
+VLLM_IMPORT_S: Final = 120.0
 PACKAGES: Final = ("msgpack", "numpy", "psutil", "pyzmq", "xxhash")
 NETWORK_FILE_SYSTEMS: Final = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "fuse.sshfs")
 
@@ -197,6 +200,30 @@ def check_versions(config: ServeConfig, limits: MemoryLimits) -> Finding:
     return Finding("versions", Verdict.OK, python)
 
 
+def check_vllm(config: ServeConfig, limits: MemoryLimits) -> Finding:
+    """Whether the vLLM of this environment, if there is one, works with ours. In a process of its
+    own: a broker imports no engine."""
+    if importlib.util.find_spec("vllm") is None:
+        return Finding("vllm", Verdict.OK, "not in this environment; engines may be in another")
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-m", "engine_adapter.vllm.versions"],
+            capture_output=True,
+            text=True,
+            timeout=VLLM_IMPORT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return Finding("vllm", Verdict.WARN, f"does not say in {VLLM_IMPORT_S:.0f} s what it is")
+    told = [line for line in asked.stdout.splitlines() if line]
+    if asked.returncode or not told:
+        last = asked.stderr.strip().splitlines()[-1:] or ["no reason given"]
+        return Finding("vllm", Verdict.WARN, f"can't be imported: {last[0]}")
+    found = "; ".join(told[:-1])
+    if told[-1] == "fit":
+        return Finding("vllm", Verdict.OK, found)
+    return Finding("vllm", Verdict.WARN, found, "see docs/vllm.md")
+
+
 CHECKS: Final[tuple[Callable[[ServeConfig, MemoryLimits], Finding], ...]] = (
     check_memory,
     check_cgroup,
@@ -206,6 +233,7 @@ CHECKS: Final[tuple[Callable[[ServeConfig, MemoryLimits], Finding], ...]] = (
     check_socket,
     check_kernel,
     check_versions,
+    check_vllm,
 )
 
 

@@ -197,10 +197,12 @@ def installed() -> str | None:
 
 def check() -> Version:
     """The version. UnsupportedVersion, naming those that work, if this is none of them."""
-    number = installed()
     works = f"kvquay works with vLLM {', '.join(SUPPORTED)}"
-    if number is None:
-        raise UnsupportedVersion(f"vLLM is not installed here; {works}")
+    try:
+        importlib.import_module("vllm")
+    except ImportError as error:
+        raise UnsupportedVersion(f"it can't be imported: {error}; {works}") from error
+    number = str(installed())
     series = _series(number)
     if series is None:
         raise UnsupportedVersion(f"this is vLLM {number}; {works}")
@@ -256,3 +258,10 @@ def describe() -> list[str]:
     if not registered:
         lines.append("vLLM does not find kvquay: install it into vLLM's own environment")
     return lines
+
+
+if (
+    __name__ == "__main__"
+):  # for `kvquay doctor`, which imports no engine: the last line is a verdict
+    told = describe()
+    print("\n".join(["", *told, "fit" if len(told) == 1 and "as needed" in told[0] else "unfit"]))

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from broker import doctor
 from broker.cli import COMMANDS, _load, main
 from broker.config import ServeConfig
 from broker.doctor import Verdict, examine, file_system_of
-from broker.limits import MemoryLimits
+from broker.limits import MemoryLimits, read_limits
 from broker.version import VERSION
 
 
@@ -64,6 +65,17 @@ def test_doctor_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["doctor", "--memory", "64MiB", "--socket", "/" + "x" * 200]) == 1
     assert "shorter" in capsys.readouterr().out
     assert main(["doctor", "--memory", "lots"]) == 1
+
+
+def test_doctor_survives_a_vllm_that_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "vllm.py").write_text("raise ImportError('no libcuda here')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    finding = doctor.check_vllm(ServeConfig(), read_limits())
+    assert finding.verdict is Verdict.WARN
+    assert "no libcuda here" in finding.found
 
 
 def test_doctor_judges_by_the_limits_it_reads(tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import ast
+import sys
 import warnings
 from pathlib import Path
 
 import pytest
 
+from broker import doctor
+from broker.config import ServeConfig
+from broker.limits import read_limits
 from engine_adapter.vllm import versions
 from engine_adapter.vllm.versions import NEEDS, Need, UnsupportedVersion
 
@@ -109,5 +113,12 @@ def test_versions_of_one_set_are_one_family(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_host_without_vllm_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "installed", lambda: None)
-    assert "not installed" in versions.describe()[0]
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert "can't be imported" in versions.describe()[0]
+    assert versions.installed() is None
+
+
+def test_doctor_says_that_this_vllm_works() -> None:
+    finding = doctor.check_vllm(ServeConfig(), read_limits())
+    assert finding.verdict is doctor.Verdict.OK, finding
+    assert str(versions.installed()) in finding.found
