@@ -61,6 +61,7 @@ class Admin:
             "engines": engines,
             "pools": pools,
             "refused": refused,
+            "longest_collection_s": round(self._server.longest_collection_s, 6),
             "control_plane_rounds": self._server.control_plane.rounds,
         }
 

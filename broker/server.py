@@ -98,6 +98,8 @@ class Server:
         )
         self.admin = Admin(self, about)
         self._last_message = clock()
+        self.longest_collection_s = 0.0
+        """Of garbage, in the main loop: nobody is answered meanwhile."""
         self._last_check = clock()
         self._collected_at = clock()
 
@@ -182,8 +184,10 @@ class Server:
     def _idle(self, now: float) -> None:
         """Nobody asks for anything: collect garbage, check the laws, drop who never attached."""
         self._last_check = now
+        began = time.perf_counter()
         gc.collect(1)
         gc.freeze()
+        self.longest_collection_s = max(self.longest_collection_s, time.perf_counter() - began)
         self.admin.check_when_idle()
         for client in self._clients():
             unattached = client.member is None and not client.is_admin

@@ -1,6 +1,7 @@
 """What the broker itself costs: time to the first attach, reservation, memory, idle processor time.
 
-Reservation is measured beside bare fallocate of the same size in the same run.
+Reservation is measured beside bare fallocate of the same size in the same run. With `--chunks`,
+what tables of so many cost in memory, too, and the longest pause for collecting garbage.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from broker.wire import AdminConnection, Status, StatusReply, admin_attach
+from engine_adapter.bench.lookup import KEY_BYTES, ROW_BYTES, fill
 from engine_adapter.bench.servers import ServerFailed, broker
 from engine_adapter.worker import WorkerClient
 
@@ -61,11 +66,7 @@ def first_attach(socket: Path, memory: int) -> tuple[float, int, int, float]:
         if not worker.wait_attached(READY_S):
             raise ServerFailed("the broker does not let the benchmark attach")
         took = time.perf_counter() - start
-        serving = [
-            child
-            for child in psutil.Process(process.pid).children(recursive=True)
-            if "broker.main" in child.cmdline()
-        ]
+        serving = _serving(process.pid)
         anonymous, file = _resident(serving[0].pid)
         before = sum(serving[0].cpu_times()[:2])
         began = time.perf_counter()
@@ -73,6 +74,40 @@ def first_attach(socket: Path, memory: int) -> tuple[float, int, int, float]:
         share = (sum(serving[0].cpu_times()[:2]) - before) / (time.perf_counter() - began)
         worker.close()
     return took, anonymous, file, share
+
+
+def tables(socket: Path, chunks: int) -> tuple[int, float, int]:
+    """Bytes of anonymous memory that so many resident chunks take in a broker, seconds of its
+    longest pause for collecting garbage since, and how many there are really."""
+    memory = (chunks + chunks // 50 + 64) * (ROW_BYTES + 4)
+    options = ("--memory", str(memory), "--log-level", "warning", "--policy", "lru")
+    with broker(socket, *options) as process, ExitStack() as stack:
+        while not socket.exists():
+            select.select([], [], [], 0.001)
+        admin = stack.enter_context(AdminConnection(str(socket), READY_S))
+        admin.ask(admin_attach("kvquay bench"))
+        while not _status(admin)["memory_reserved"]:
+            select.select([], [], [], 0.05)
+        (serving,) = _serving(process.pid)
+        before, _ = _resident(serving.pid)
+        fill(socket, [number.to_bytes(KEY_BYTES, "big") for number in range(chunks)])
+        select.select([], [], [], IDLE_S)  # it collects garbage when nobody asks
+        after, _ = _resident(serving.pid)
+        status = _status(admin)
+    return after - before, status["longest_collection_s"], status["pools"][0]["ready"]
+
+
+def _status(admin: AdminConnection) -> dict[str, Any]:
+    answer = admin.ask(Status(seq=1, verify=False))
+    if not isinstance(answer, StatusReply):
+        raise ServerFailed(f"the broker answers with {type(answer).__name__}")
+    return answer.status
+
+
+def _serving(pid: int) -> list[psutil.Process]:
+    """The broker process under a supervisor."""
+    children = psutil.Process(pid).children(recursive=True)
+    return [child for child in children if "broker.main" in child.cmdline()]
 
 
 def _resident(pid: int) -> tuple[int, int]:
@@ -89,6 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvquay bench broker", description=__doc__)
     parser.add_argument("--memory", type=int, default=1024, help="MiB")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--chunks", type=int, default=0, help="needs 4 KiB of memory for each")
     arguments = parser.parse_args(argv)
     memory = arguments.memory * MIB
     bare, ours = [], []
@@ -105,4 +141,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"start to first attach: {took:.3f} s")
     print(f"resident, anonymous + file: {(anonymous + file) / MIB:.1f} MiB")
     print(f"idle: {100 * share:.2f} % of a core")
+    if arguments.chunks:
+        with tempfile.TemporaryDirectory(prefix="kvquay-bench-") as folder:
+            taken, pause, ready = tables(Path(folder, "broker.sock"), arguments.chunks)
+        print(f"tables of {ready:,} chunks (LRU): {taken / MIB:.0f} MiB")
+        print(f"longest pause for collecting garbage: {1000 * pause:.2f} ms")
     return 0
