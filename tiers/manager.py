@@ -110,10 +110,7 @@ class TieringOffloadingManager(ManagerAliases, OffloadingManager):
             self._process_finished_jobs()
 
     def poll_tiers(self) -> None:
-        """One round between steps: tiers that serve others report jobs and answer requests.
-
-        The step gate stays as it is, so that the next lookup of a step still polls all tiers.
-        """
+        """Between steps: tiers that serve others report and answer. The step's gate stays as it is."""
         gate, self._processed_jobs_this_step = self._processed_jobs_this_step, True
         try:
             self.transfers.collect(self._polled_tiers)
@@ -357,7 +354,10 @@ class TieringOffloadingManager(ManagerAliases, OffloadingManager):
             yield from tier.take_events()
 
     def reset_cache(self) -> None:
-        """Empty the primary tier; what the tiers keep stays theirs. Blocks until they are idle."""
+        """Empty the primary tier; tiers keep theirs. Blocks until they are idle. RuntimeError beside
+        open sessions, whose rows it would take."""
+        if self._sessions is not None:
+            self._sessions.refuse_reset()
         for tier in self.secondary_tiers:
             tier.drain_jobs()
         self._process_finished_jobs()

@@ -99,6 +99,13 @@ class Sessions:
             self._numbers[number] = view
         return view
 
+    def refuse_reset(self) -> None:
+        """RuntimeError while sessions are open."""
+        if self.views:
+            raise RuntimeError(
+                f"sessions {', '.join(sorted(self.views))} are open; reset each of them, or close it"
+            )
+
     def drop(self, view: Session) -> None:
         """The session has ended and owns nothing."""
         self.noticed.discard(view)

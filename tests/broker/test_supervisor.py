@@ -32,9 +32,9 @@ link.ready()
 """
 
 
-def supervise(folder: Path, child: str) -> subprocess.CompletedProcess[str]:
+def supervise(folder: Path, child: str, before: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", RUN, str(folder / "b.sock"), child],
+        [sys.executable, "-c", before + RUN, str(folder / "b.sock"), child],
         capture_output=True,
         text=True,
         check=False,
@@ -51,6 +51,15 @@ def test_a_crash_loop_stops_loudly_and_leaves_nothing(tmp_path: Path) -> None:
     assert f"incarnation {MAX_DEATHS + 1}" not in result.stderr
     assert f"died {MAX_DEATHS} times" in result.stderr
     assert "status 9" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broker_that_never_gets_ready_is_killed_and_counts_as_a_crash(tmp_path: Path) -> None:
+    impatient = "import broker.supervisor\nbroker.supervisor.READY_DEADLINE_S = 0.2\n"
+    result = supervise(tmp_path, "import signal; signal.pause()", before=impatient)
+    assert result.returncode == EXIT_CRASH_LOOP
+    assert result.stderr.count("was not ready within 0.2 s") == MAX_DEATHS
+    assert "SIGKILL" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -282,6 +282,18 @@ def test_sessions_are_made_once() -> None:
         manager.share(deadlines=Deadlines())
 
 
+def test_a_reset_of_everything_is_refused_beside_open_sessions() -> None:
+    hub, views, _ = make()
+    store(views[0], 1)
+    with pytest.raises(RuntimeError, match="sessions a, b are open"):
+        hub.manager.reset_cache()
+    assert hub.rows.num_busy == 0
+    assert hub.rows.find(keys(1))[0] >= 0
+    for view in views:
+        view.close()
+    hub.manager.reset_cache()
+
+
 def test_two_engines_that_store_the_same_chunks_make_one_copy() -> None:
     hub, (a, b), (tier,) = make(20, UNLIMITED)
     first = offer(a, 1, 2)
