@@ -110,7 +110,7 @@ class TieringOffloadingManager(ManagerAliases, OffloadingManager):
             self._process_finished_jobs()
 
     def poll_tiers(self) -> None:
-        """Between steps: tiers that serve others report and answer. The step's gate stays as it is."""
+        """Between steps: tiers that serve others report and answer; the step's gate stays."""
         gate, self._processed_jobs_this_step = self._processed_jobs_this_step, True
         try:
             self.transfers.collect(self._polled_tiers)
@@ -354,8 +354,8 @@ class TieringOffloadingManager(ManagerAliases, OffloadingManager):
             yield from tier.take_events()
 
     def reset_cache(self) -> None:
-        """Empty the primary tier; tiers keep theirs. Blocks until they are idle. RuntimeError beside
-        open sessions, whose rows it would take."""
+        """Empty the primary tier; tiers keep theirs. Blocks until they are idle. RuntimeError
+        beside open sessions, whose rows it would take."""
         if self._sessions is not None:
             self._sessions.refuse_reset()
         for tier in self.secondary_tiers:

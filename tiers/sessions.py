@@ -103,7 +103,7 @@ class Sessions:
         """RuntimeError while sessions are open."""
         if self.views:
             raise RuntimeError(
-                f"sessions {', '.join(sorted(self.views))} are open; reset each of them, or close it"
+                f"sessions {', '.join(sorted(self.views))} are open; reset or close each"
             )
 
     def drop(self, view: Session) -> None:

@@ -283,7 +283,7 @@ def test_sessions_are_made_once() -> None:
 
 
 def test_a_reset_of_everything_is_refused_beside_open_sessions() -> None:
-    hub, views, _ = make()
+    hub, views, _ = make(tiers=0)
     store(views[0], 1)
     with pytest.raises(RuntimeError, match="sessions a, b are open"):
         hub.manager.reset_cache()
