@@ -141,6 +141,12 @@ class KvquayConnector(OffloadingConnector):  # type: ignore[no-any-unimported,un
         if isinstance(meta, WorkerReport):
             self._manager.note_failed(meta.failed_rows, connector_output.failed_recving)
         super().update_connector_output(connector_output)
+        for req_id in connector_output.failed_recving:
+            state = self.scheduler._req_status.get(req_id)
+            for group in () if state is None else state.group_states:
+                # vLLM takes what it meant to load for stored; some of it is gone, and nobody else
+                # would offer it as long as this engine has it.
+                group.next_stored_chunk_idx = 0
 
     # ---- worker ------------------------------------------------------------------------------
 
