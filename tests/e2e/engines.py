@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -121,6 +122,8 @@ class VllmEngine:
         folder.mkdir(parents=True, exist_ok=True)
         number = len(list(folder.glob("engine-*.log")))
         self.log = folder / f"engine-{number}.log"
+        self._sockets = tempfile.TemporaryDirectory(prefix="kvquay-")  # a path short enough
+        self._shared: set[str] = set()
         self._ready = False
         self._heard = b""
         with self.log.open("wb") as log:
@@ -140,7 +143,7 @@ class VllmEngine:
                     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                     "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
                     "VLLM_NO_USAGE_STATS": "1",
-                    "VLLM_RPC_BASE_PATH": "/tmp" if len(str(folder)) > 50 else str(folder),
+                    "VLLM_RPC_BASE_PATH": self._sockets.name,
                     **(environment or {}),
                 },
             )
@@ -219,12 +222,22 @@ class VllmEngine:
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """All its processes, at once."""
+        self._note_shared()
         family = [psutil.Process(self.process.pid), *self.children()]
         for process in family:
             process.send_signal(number)
 
+    def _note_shared(self) -> None:
+        """vLLM names memory that its processes share, and leaves it if they are killed."""
+        for process in [psutil.Process(self.process.pid), *self.children()]:
+            with contextlib.suppress(psutil.Error, OSError):
+                maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+                self._shared |= {m.split()[5] for m in maps if " /dev/shm/" in m}
+
     def end(self) -> None:
         """As a user ends it; what is left after a while is killed."""
+        if self.process.poll() is None:
+            self._note_shared()
         family = self.children() if self.process.poll() is None else []
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -240,6 +253,9 @@ class VllmEngine:
         for process in left:
             process.kill()
         psutil.wait_procs(left, ENDED_S)
+        self._sockets.cleanup()
+        for path in self._shared:
+            Path(path).unlink(missing_ok=True)
 
     def __enter__(self) -> VllmEngine:
         return self
