@@ -17,6 +17,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from broker import wire
+from engine_adapter.once_a_minute import OnceAMinute
 from engine_adapter.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,6 @@ CLIENT_NAME = "kvquay client 0.1.0"
 POSTED_BYTES = 64 << 10
 RETRY_S = 0.5
 EAGER_RETRY_S = 0.005
-WARN_EVERY_S = 60.0
 ATTACH_TIMEOUT_S = 10.0
 
 
@@ -101,7 +101,7 @@ class Link:
         self._fds: list[int] = []
         self._retry_at = 0.0
         self._attach_by = 0.0
-        self._warned_at = float("-inf")
+        self._warning = OnceAMinute(clock)
         self._thread: int | None = None
         self.state = LinkState.DOWN
         self.last_error = ""
@@ -244,7 +244,7 @@ class Link:
             return
         if isinstance(message, wire.Attached):
             self.state = LinkState.UP
-            self._warned_at = float("-inf")
+            self._warning.forget()
             fds, self._fds = self._fds, []
             self._on_message(message, fds)
             return
@@ -266,9 +266,7 @@ class Link:
 
     def _warn(self, why: str) -> None:
         self.last_error = why
-        now = self._clock()
-        if now - self._warned_at >= WARN_EVERY_S:
-            self._warned_at = now
+        if self._warning.is_due():
             log.warning("running without the shared KV cache: %s; trying again by itself", why)
 
     def reconnect(self, why: str) -> None:

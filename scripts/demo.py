@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from typing import Any
 from broker.replay.generate import generate
 from broker.replay.simulate import Setup, run
 from broker.replay.trace import TraceRequest, read_trace
-from engine_adapter.bench.servers import broker
+from engine_adapter.bench.servers import broker, wait_listening
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "wire.md"
@@ -69,9 +68,8 @@ def share_text() -> None:
     print("   tokens) and a question; the text is the same, the questions differ.\n")
     with tempfile.TemporaryDirectory(prefix="kvquay-demo-") as folder, ExitStack() as stack:
         socket = Path(folder, "broker.sock")
-        stack.enter_context(broker(socket, "--memory", "64MiB", "--log-level", "warning"))
-        while not socket.exists():
-            os.sched_yield()
+        options = ("--memory", "64MiB", "--log-level", "warning")
+        wait_listening(stack.enter_context(broker(socket, *options)), socket)
         alone = Engine(stack, "without a cache", None)
         a, b = Engine(stack, "A", socket), Engine(stack, "B", socket)
         print(f"   {'engine':<16} {'question':<34} {'loaded':>7} {'computed':>9} {'seconds':>8}")

@@ -8,7 +8,7 @@ Meaning, direction and byte examples of every message are in docs/wire.md.
 from __future__ import annotations
 
 from broker.wire.address import absolute_socket_path, default_socket_path, socket_path
-from broker.wire.admin import AdminConnection, admin_attach
+from broker.wire.admin import AdminConnection, admin_attach, ask_status
 from broker.wire.codec import FrameReader, decode, encode
 from broker.wire.namespace import Field, namespace_digest
 from broker.wire.registry import MESSAGE_CODES, MESSAGE_TYPES, Message
@@ -146,6 +146,7 @@ __all__ = [
     "WireError",
     "absolute_socket_path",
     "admin_attach",
+    "ask_status",
     "decode",
     "default_socket_path",
     "encode",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import socket
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from broker.wire.codec import FrameReader, encode
 from broker.wire.registry import Message
-from broker.wire.to_broker import Attach
+from broker.wire.to_broker import Attach, Status
+from broker.wire.to_client import Error, Refused, StatusReply
 from broker.wire.vocabulary import PROTOCOL_VERSION, Role
 
 
@@ -70,3 +71,16 @@ class AdminConnection:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def ask_status(path: str, program: str, deadline_s: float) -> dict[str, Any]:
+    """A broker's status, for a `program`. OSError if none answers in `deadline_s` seconds at each
+    step, or it refuses; WireError if it speaks otherwise."""
+    with AdminConnection(path, deadline_s) as connection:
+        for message in (admin_attach(program), Status(seq=1, verify=False)):
+            answer = connection.ask(message)
+            if isinstance(answer, (Error, Refused)):
+                raise ConnectionError(answer.text)
+    if not isinstance(answer, StatusReply):
+        raise ConnectionError(f"it answers with {type(answer).__name__}")
+    return answer.status

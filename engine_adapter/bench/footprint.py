@@ -13,15 +13,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from broker.wire import AdminConnection, Status, StatusReply, admin_attach
+from broker.wire import ask_status
 from engine_adapter.bench.lookup import KEY_BYTES, ROW_BYTES, fill
-from engine_adapter.bench.servers import ServerFailed, broker
+from engine_adapter.bench.servers import ServerFailed, broker, wait_listening
 from engine_adapter.worker import WorkerClient
 
 MIB = 1 << 20
@@ -58,8 +57,7 @@ def first_attach(socket: Path, memory: int) -> tuple[float, int, int, float]:
     """Seconds from start to attach; RssAnon and RssFile of the broker; idle share of a core."""
     start = time.perf_counter()
     with broker(socket, "--memory", str(memory), "--log-level", "warning") as process:
-        while not socket.exists():
-            select.select([], [], [], 0.001)
+        wait_listening(process, socket)
         worker = WorkerClient(
             str(socket), engine_id="bench", row_bytes=65536, key_bytes=36, populate=False
         )
@@ -81,27 +79,21 @@ def tables(socket: Path, chunks: int) -> tuple[int, float, int]:
     longest pause for collecting garbage since, and how many there are really."""
     memory = (chunks + chunks // 50 + 64) * (ROW_BYTES + 4)
     options = ("--memory", str(memory), "--log-level", "warning", "--policy", "lru")
-    with broker(socket, *options) as process, ExitStack() as stack:
-        while not socket.exists():
-            select.select([], [], [], 0.001)
-        admin = stack.enter_context(AdminConnection(str(socket), READY_S))
-        admin.ask(admin_attach("kvquay bench"))
-        while not _status(admin)["memory_reserved"]:
+    with broker(socket, *options) as process:
+        wait_listening(process, socket)
+        while not _status(socket)["memory_reserved"]:
             select.select([], [], [], 0.05)
         (serving,) = _serving(process.pid)
         before, _ = _resident(serving.pid)
         fill(socket, [number.to_bytes(KEY_BYTES, "big") for number in range(chunks)])
         select.select([], [], [], IDLE_S)  # it collects garbage when nobody asks
         after, _ = _resident(serving.pid)
-        status = _status(admin)
+        status = _status(socket)
     return after - before, status["longest_collection_s"], status["pools"][0]["ready"]
 
 
-def _status(admin: AdminConnection) -> dict[str, Any]:
-    answer = admin.ask(Status(seq=1, verify=False))
-    if not isinstance(answer, StatusReply):
-        raise ServerFailed(f"the broker answers with {type(answer).__name__}")
-    return answer.status
+def _status(socket: Path) -> dict[str, Any]:
+    return ask_status(str(socket), "kvquay bench", READY_S)
 
 
 def _serving(pid: int) -> list[psutil.Process]:

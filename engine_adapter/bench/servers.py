@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,14 @@ def broker(socket_path: Path, *options: str) -> Iterator[subprocess.Popen[bytes]
     finally:
         process.terminate()
         process.wait(10)
+
+
+def wait_listening(process: subprocess.Popen[bytes], socket_path: Path) -> None:
+    """Return once a starting broker listens; ServerFailed if it has ended instead."""
+    while not socket_path.exists():
+        if process.poll() is not None:
+            raise ServerFailed(f"the broker ended with {process.returncode}")
+        select.select([], [], [], 0.001)
 
 
 @contextmanager

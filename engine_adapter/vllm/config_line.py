@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{serve_line(arguments.model or 'MODEL', configuration)}\n")
         print(_NOTES.format(blocks=arguments.blocks_per_chunk))
     try:
-        found = ask(path)
+        found = wire.ask_status(path, "kvquay vllm-config", ANSWER_DEADLINE_S)
     except (OSError, wire.WireError) as error:
         why = getattr(error, "strerror", None) or str(error)
         print(
@@ -98,24 +98,6 @@ def transfer_config(path: str, blocks_per_chunk: int = BLOCKS_PER_CHUNK) -> dict
 def serve_line(model: str, configuration: str) -> str:
     """The command of a shell, quoted."""
     return shlex.join(["vllm", "serve", model, "--kv-transfer-config", configuration])
-
-
-def ask(
-    path: str, program: str = "kvquay vllm-config", deadline_s: float = ANSWER_DEADLINE_S
-) -> Mapping[str, Any]:
-    """A broker's status, for a `program`. OSError if none answers in `deadline_s` seconds;
-    WireError if it speaks otherwise."""
-    with wire.AdminConnection(path, deadline_s) as connection:
-        for message in (
-            wire.admin_attach(program),
-            wire.Status(seq=1, verify=False),
-        ):
-            answer = connection.ask(message)
-            if isinstance(answer, (wire.Error, wire.Refused)):
-                raise ConnectionError(answer.text)
-    if not isinstance(answer, wire.StatusReply):
-        raise ConnectionError(f"it answers with {type(answer).__name__}")
-    return answer.status
 
 
 def _summary(found: Mapping[str, Any], path: str) -> str:

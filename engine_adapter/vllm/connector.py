@@ -61,7 +61,7 @@ class KvquayConnector(OffloadingConnector):  # type: ignore[no-any-unimported,un
         versions.check()
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config
-        extra.setdefault("spec_name", plugin.SPEC)
+        _name_spec(vllm_config)
         if extra.get("sync_load_budget_bytes"):
             raise ValueError(
                 "kvquay: vLLM's synchronous loads can't be computed anew when one fails; remove "
@@ -95,9 +95,7 @@ class KvquayConnector(OffloadingConnector):  # type: ignore[no-any-unimported,un
     def build_prom_metrics(cls, vllm_config: VllmConfig, *arguments: Any, **named: Any) -> Any:
         """As vLLM's, in its API server, where no connector is made: our figures are known there by
         the spec's name, and one that is not known ends the server."""
-        vllm_config.kv_transfer_config.kv_connector_extra_config.setdefault(
-            "spec_name", plugin.SPEC
-        )
+        _name_spec(vllm_config)
         return super().build_prom_metrics(vllm_config, *arguments, **named)
 
     @property
@@ -176,6 +174,11 @@ class KvquayConnector(OffloadingConnector):  # type: ignore[no-any-unimported,un
         super().shutdown()
         if self.connector_worker is not None:
             self._worker_spec.close()
+
+
+def _name_spec(vllm_config: VllmConfig) -> None:
+    """So that users need not: the connector's name says it already."""
+    vllm_config.kv_transfer_config.kv_connector_extra_config.setdefault("spec_name", plugin.SPEC)
 
 
 class _Queries:

@@ -6,11 +6,8 @@ Knows neither what is guarded nor what goes wrong; counts of it are the owner's.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
-
-WARN_EVERY_S = 60.0
 
 
 class Guarded(Protocol):
@@ -44,21 +41,3 @@ def or_else(
         return cast("Callable[Concatenate[_Self, _P], _T]", guarded)
 
     return decorate
-
-
-class Faults:
-    """Logs the exception that is being handled, at most once a minute."""
-
-    def __init__(self, logger: logging.Logger, clock: Callable[[], float]) -> None:
-        self._logger = logger
-        self._clock = clock
-        self._told_at = float("-inf")
-
-    def tell(self, where: str) -> None:
-        """It was caught in `where`."""
-        now = self._clock()
-        if now - self._told_at >= WARN_EVERY_S:
-            self._told_at = now
-            self._logger.exception(
-                "kvquay: %s failed; this engine goes on without the cache", where
-            )

@@ -31,9 +31,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from broker import wire
 from engine_adapter.answers import NO_REFS, GroupQuery, Refs
 from engine_adapter.client import SchedulerClient
+from engine_adapter.once_a_minute import OnceAMinute
 from engine_adapter.vllm.adapters import Adapter, Adapters
 from engine_adapter.vllm.figures import Figures
-from engine_adapter.vllm.guard import Faults, or_else
+from engine_adapter.vllm.guard import or_else
 from engine_adapter.vllm.requests import Asked, Request
 from engine_adapter.vllm.rows import RowKey, RowsLoadStoreSpec, row_keys
 
@@ -66,7 +67,7 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
         self._requests: dict[str, Request] = {}
         self._failed: set[RowKey] = set()
         self._expected: tuple[str, Adapter | None] = ("", None)
-        self._faults = Faults(logger, clock)
+        self._telling = OnceAMinute(clock)
         self._timeouts_told = 0
         self.waiting: dict[str, int] = {}
         """Requests whose last answer is still on its way, and the tokens that they had computed
@@ -81,7 +82,8 @@ class BrokerManager(OffloadingManager):  # type: ignore[no-any-unimported,unused
     def faulted(self, where: str) -> None:
         """An exception was caught in `where`."""
         self.figures.faults += 1
-        self._faults.tell(where)
+        if self._telling.is_due():
+            logger.exception("kvquay: %s failed; this engine goes on without the cache", where)
 
     def _state(self, req_id: str) -> Request:
         state = self._requests.get(req_id)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 
 from broker import wire
-from engine_adapter.vllm.config_line import ask
 
 logger = logging.getLogger("vllm.kvquay")
 
@@ -17,7 +16,7 @@ def tell(path: str, engine_id: str) -> None:
     """Log how many of the engines at the broker at `path` have the namespace of this one; a warning
     if there are others and none has. Never raises: it is only a word to a reader."""
     try:
-        engines = ask(path, "kvquay engine", ANSWER_S)["engines"]
+        engines = wire.ask_status(path, "kvquay engine", ANSWER_S)["engines"]
         mine = [each["namespace"] for each in engines if each["engine_id"] == engine_id]
         others = [each["namespace"] for each in engines if each["engine_id"] != engine_id]
     except (OSError, wire.WireError, LookupError, TypeError) as error:

@@ -25,13 +25,12 @@ from vllm.v1.kv_offload.base import (
 )
 
 from engine_adapter.answers import Refs, Transfer
+from engine_adapter.once_a_minute import OnceAMinute
 from engine_adapter.vllm.copying import HostPages, place_load, place_store
 from engine_adapter.vllm.rows import RowKey, RowLayout, RowsLoadStoreSpec, row_keys
 from engine_adapter.worker import Memory, WorkerClient
 
 log = logging.getLogger("vllm.kvquay")
-
-WARN_EVERY_S = 60.0
 
 
 class Failures:
@@ -41,7 +40,7 @@ class Failures:
     def __init__(self) -> None:
         self._rows: set[RowKey] = set()
         self._loads: set[int] = set()
-        self._warned_at = float("-inf")
+        self._warning = OnceAMinute(time.monotonic)
 
     def add(self, kind: Transfer, job_id: int, refs: Refs, good: NDArray[np.bool_]) -> None:
         """A job ended; `good`: which of its `refs` (both shape (n,))."""
@@ -59,9 +58,7 @@ class Failures:
 
     def warn(self, kind: Transfer, job_id: int, why: Exception) -> None:
         """Say why a job failed, once a minute: whatever it is, it may be so for every job."""
-        now = time.monotonic()
-        if now - self._warned_at >= WARN_EVERY_S:
-            self._warned_at = now
+        if self._warning.is_due():
             log.warning(
                 "the %s of job %d failed, the engine computes instead: %s: %s",
                 kind.value,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +36,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Models:
 class Baseline:
     """What engines without any cache say; each kind of engine is started once, when needed."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._stack = stack
         self._known: dict[str, Answer] = {}
 
     def __call__(self, model: Path, prompts: list[list[int]], **how: Any) -> list[Answer]:
@@ -54,10 +52,9 @@ class Baseline:
 
 
 @pytest.fixture(scope="session")
-def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Baseline:
     """Answers of an engine without any cache."""
-    with ExitStack() as stack:
-        yield Baseline(tmp_path_factory.mktemp("baseline"), stack)
+    return Baseline(tmp_path_factory.mktemp("baseline"))
 
 
 @pytest.fixture

@@ -3,15 +3,17 @@ and every answer is the one that an engine without a cache gives."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import Baseline, Models
-from tests.e2e.engines import Gate, VllmEngine, agree, prompt
+from tests.e2e.engines import Answer, Gate, VllmEngine, agree, prompt
 from tests.faults.brokers import RealBroker, eventually, real_broker
 
 SAME, OTHER = prompt(1, 1), prompt(2, 1)
+Pair = tuple[VllmEngine, VllmEngine]
 WHOLE = 1472  # of SAME, in chunks of 64 tokens; the last token is always computed
 
 
@@ -19,6 +21,30 @@ WHOLE = 1472  # of SAME, in chunks of 64 tokens; the last token is always comput
 def gate(tmp_path: Path) -> Gate:
     """Where copies can be made to wait."""
     return Gate(tmp_path / "gate")
+
+
+@pytest.fixture
+def pair(model: Models, broker: RealBroker, tmp_path: Path) -> Iterator[Pair]:
+    """Two engines at one broker; they are still starting."""
+    with (
+        VllmEngine(tmp_path, model(), broker.path) as a,
+        VllmEngine(tmp_path, model(), broker.path) as b,
+    ):
+        yield a, b
+
+
+def has_all_of_a_prompt(broker: RealBroker) -> bool:
+    """Whether the broker has as many chunks as one prompt has."""
+    status = broker.status()
+    return status is not None and status["pools"] and status["pools"][0]["ready"] >= 23
+
+
+def loads_it_all(engine: VllmEngine, right: Answer, asked: list[int] = SAME) -> bool:
+    """Whether an engine that has nothing itself loads all that it can; it says what is right."""
+    engine.ask("forget")
+    (loaded,) = engine.generate([asked])
+    assert agree(loaded, right)
+    return loaded.cached == WHOLE
 
 
 def busy(broker: RealBroker, what: str) -> bool:
@@ -32,45 +58,33 @@ def busy(broker: RealBroker, what: str) -> bool:
 
 
 def test_an_engine_killed_while_it_stores(
-    model: Models, baseline: Baseline, broker: RealBroker, gate: Gate, tmp_path: Path
+    model: Models, baseline: Baseline, broker: RealBroker, gate: Gate, pair: Pair
 ) -> None:
     (right,) = baseline(model(), [SAME])
-    with (
-        VllmEngine(tmp_path, model(), broker.path) as a,
-        VllmEngine(tmp_path, model(), broker.path) as b,
-    ):
-        a.ready().ask("stall", kind="store", gate=gate.path)
-        a.generate([SAME])
-        assert busy(broker, "reserved")
-        a.kill()
-        assert broker.wait_rows(reserved=0, busy=0, quarantined=0, ready=0)
-        (computed,) = b.store([SAME])
-        assert computed.cached == 0
-        b.ask("forget")
-        (loaded,) = b.generate([SAME])
-        assert loaded.cached == WHOLE
-        assert agree(computed, right)
-        assert agree(loaded, right)
+    a, b = pair
+    a.ready().ask("stall", kind="store", gate=gate.path)
+    a.generate([SAME])
+    assert busy(broker, "reserved")
+    a.kill()
+    assert broker.wait_rows(reserved=0, busy=0, quarantined=0, ready=0)
+    (computed,) = b.store([SAME])
+    assert computed.cached == 0
+    assert agree(computed, right)
+    assert loads_it_all(b, right)
 
 
 def test_an_engine_killed_while_it_loads(
-    model: Models, baseline: Baseline, broker: RealBroker, gate: Gate, tmp_path: Path
+    model: Models, baseline: Baseline, broker: RealBroker, gate: Gate, pair: Pair
 ) -> None:
     (right,) = baseline(model(), [SAME])
-    with (
-        VllmEngine(tmp_path, model(), broker.path) as a,
-        VllmEngine(tmp_path, model(), broker.path) as b,
-    ):
-        a.store([SAME])
-        b.ready().ask("stall", kind="load", gate=gate.path)
-        b.tell("generate", prompts=[SAME])
-        assert busy(broker, "busy")
-        b.kill()
-        assert broker.wait_rows(reserved=0, busy=0, quarantined=0, ready=23)
-        a.ask("forget")
-        (loaded,) = a.generate([SAME])
-        assert loaded.cached == WHOLE
-        assert agree(loaded, right)
+    a, b = pair
+    a.store([SAME])
+    b.ready().ask("stall", kind="load", gate=gate.path)
+    b.tell("generate", prompts=[SAME])
+    assert busy(broker, "busy")
+    b.kill()
+    assert broker.wait_rows(reserved=0, busy=0, quarantined=0, ready=23)
+    assert loads_it_all(a, right)
 
 
 def test_a_worker_killed_while_it_stores(
@@ -86,47 +100,34 @@ def test_a_worker_killed_while_it_stores(
         (worker,) = a.workers()
         worker.kill()
         b.store([SAME])
-        b.ask("forget")
-        (loaded,) = b.generate([SAME])
-        assert loaded.cached == WHOLE
-        assert agree(loaded, right)
+        assert loads_it_all(b, right)
         a.kill()
         assert broker.wait_rows(reserved=0, busy=0, quarantined=0)
 
 
 def test_a_broker_killed_and_restarted_while_an_engine_loads(
-    model: Models, baseline: Baseline, broker: RealBroker, gate: Gate, tmp_path: Path
+    model: Models, baseline: Baseline, broker: RealBroker, gate: Gate, pair: Pair
 ) -> None:
     same, other = baseline(model(), [SAME, OTHER])
-    with (
-        VllmEngine(tmp_path, model(), broker.path) as a,
-        VllmEngine(tmp_path, model(), broker.path) as b,
-    ):
-        a.store([SAME])
-        b.ready().ask("stall", kind="load", gate=gate.path)
-        b.tell("generate", prompts=[SAME])
-        assert busy(broker, "busy")
-        broker.child.kill()
-        assert eventually(lambda: (broker.status() or {"incarnation": 1})["incarnation"] == 2)
-        gate.open()
-        (answer,) = b.answers()
-        assert agree(answer, same)
+    a, b = pair
+    a.store([SAME])
+    b.ready().ask("stall", kind="load", gate=gate.path)
+    b.tell("generate", prompts=[SAME])
+    assert busy(broker, "busy")
+    broker.child.kill()
+    assert eventually(lambda: (broker.status() or {"incarnation": 1})["incarnation"] == 2)
+    gate.open()
+    (answer,) = b.answers()
+    assert agree(answer, same)
 
-        def stored_again() -> bool:
-            a.ask("forget")
-            assert agree(a.store([OTHER])[0], other)
-            status = broker.status()
-            return status is not None and status["pools"] and status["pools"][0]["ready"] >= 23
+    def stored_again() -> bool:
+        a.ask("forget")
+        assert agree(a.store([OTHER])[0], other)
+        return has_all_of_a_prompt(broker)
 
-        assert eventually(stored_again)
+    assert eventually(stored_again)
 
-        def loaded_again() -> bool:
-            b.ask("forget")
-            (answer,) = b.generate([OTHER])
-            assert agree(answer, other)
-            return answer.cached == WHOLE
-
-        assert eventually(loaded_again)
+    assert eventually(lambda: loads_it_all(b, other, OTHER))
 
 
 def test_more_than_the_memory_holds(model: Models, baseline: Baseline, tmp_path: Path) -> None:
@@ -162,14 +163,10 @@ def test_no_broker_when_an_engine_starts(model: Models, baseline: Baseline, tmp_
             def attached() -> bool:
                 a.ask("forget")
                 assert agree(a.store([SAME])[0], right)
-                status = broker.status()
-                return status is not None and status["pools"] and status["pools"][0]["ready"] >= 23
+                return has_all_of_a_prompt(broker)
 
             assert eventually(attached)
-            a.ask("forget")
-            (loaded,) = a.generate([SAME])
-            assert loaded.cached == WHOLE
-            assert agree(loaded, right)
+            assert loads_it_all(a, right)
         a.ask("forget")
         (alone,) = a.store([SAME])
         assert alone.cached == 0
@@ -178,34 +175,31 @@ def test_no_broker_when_an_engine_starts(model: Models, baseline: Baseline, tmp_
 
 @pytest.mark.parametrize("kind", ["store", "load"])
 def test_a_reset_while_chunks_move(
-    kind: str, model: Models, baseline: Baseline, broker: RealBroker, gate: Gate, tmp_path: Path
+    kind: str, model: Models, baseline: Baseline, broker: RealBroker, gate: Gate, pair: Pair
 ) -> None:
     same, other = baseline(model(), [SAME, OTHER])
-    with (
-        VllmEngine(tmp_path, model(), broker.path) as a,
-        VllmEngine(tmp_path, model(), broker.path) as b,
-    ):
-        b.store([OTHER])
-        if kind == "load":
-            a.ready().store([SAME])
-            a.ask("forget")
-        a.ready().ask("stall", kind=kind, gate=gate.path)
-        a.tell("generate", prompts=[SAME])
-        assert busy(broker, "busy" if kind == "load" else "reserved")
-        if kind == "load":
-            gate.open()  # before its load has ended an engine of one process answers nothing
-        assert agree(a.answers()[0], same)
-        a.tell("reset")
-        if kind == "store":
-            gate.open()
-        assert a.heard() is True
-        (answer,) = a.store([SAME])
-        assert answer.cached == 0  # all that it had stored is stale
-        assert agree(answer, same)
-        b.ask("forget")
-        (answer,) = b.store([SAME])
-        assert agree(answer, same)
-        b.ask("forget")
-        (answer,) = b.generate([OTHER])
-        assert agree(answer, other)
-        assert broker.wait_rows(reserved=0, busy=0, quarantined=0)
+    a, b = pair
+    b.store([OTHER])
+    if kind == "load":
+        a.ready().store([SAME])
+        a.ask("forget")
+    a.ready().ask("stall", kind=kind, gate=gate.path)
+    a.tell("generate", prompts=[SAME])
+    assert busy(broker, "busy" if kind == "load" else "reserved")
+    if kind == "load":
+        gate.open()  # before its load has ended an engine of one process answers nothing
+    assert agree(a.answers()[0], same)
+    a.tell("reset")
+    if kind == "store":
+        gate.open()
+    assert a.heard() is True
+    (answer,) = a.store([SAME])
+    assert answer.cached == 0  # all that it had stored is stale
+    assert agree(answer, same)
+    b.ask("forget")
+    (answer,) = b.store([SAME])
+    assert agree(answer, same)
+    b.ask("forget")
+    (answer,) = b.generate([OTHER])
+    assert agree(answer, other)
+    assert broker.wait_rows(reserved=0, busy=0, quarantined=0)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from broker import wire
+from engine_adapter.client import SchedulerClient
 from tests.races.transport import Channel, Peer
 from tests.tiers.doubles import FakeClock
 
@@ -35,6 +36,18 @@ class FakeBroker:
         self.connects = 0
         self.heard: list[wire.Message] = []
         self.answer: Callable[[wire.Message], wire.Message | None] = lambda message: None
+
+    def new_client(self) -> SchedulerClient:
+        """A scheduler's client of this broker, on its clock; nothing has been opened yet."""
+        return SchedulerClient(
+            "",
+            engine_id="e",
+            namespace=b"n" * 16,
+            row_bytes=ROW,
+            key_bytes=KEY,
+            clock=self.clock,
+            connect=self.connect,
+        )
 
     def connect(self) -> Channel:
         """What a Link is given to connect with."""

@@ -13,10 +13,9 @@ from engine_adapter.client import (
     MISS_AGAIN_S,
     UNUSED_HOLDS_S,
     WAIT_LIMIT_S,
-    SchedulerClient,
 )
 from engine_adapter.link import LinkState
-from tests.engine_adapter.fake_broker import KEY, ROW, FakeBroker, hits, key
+from tests.engine_adapter.fake_broker import FakeBroker, hits, key
 
 KEYS = [key(1), key(2)]
 
@@ -26,15 +25,7 @@ class Ends:
 
     def __init__(self) -> None:
         self.broker = FakeBroker()
-        self.client = SchedulerClient(
-            "",
-            engine_id="e",
-            namespace=b"n" * 16,
-            row_bytes=ROW,
-            key_bytes=KEY,
-            clock=self.broker.clock,
-            connect=self.broker.connect,
-        )
+        self.client = self.broker.new_client()
         self.attach()
 
     def attach(self) -> None:

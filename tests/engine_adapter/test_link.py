@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from broker import wire
-from engine_adapter.link import RETRY_S, WARN_EVERY_S, Link, LinkState, WrongThread, attach_message
+from engine_adapter.link import RETRY_S, Link, LinkState, WrongThread, attach_message
+from engine_adapter.once_a_minute import WARN_EVERY_S
 from tests.engine_adapter.fake_broker import KEY, ROW, FakeBroker
 
 

@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey, PrepareStoreOutput
 
 from broker import wire
 from engine_adapter.answers import GroupQuery
-from engine_adapter.client import WAIT_LIMIT_S, SchedulerClient
+from engine_adapter.client import WAIT_LIMIT_S
 from engine_adapter.vllm.manager import (
     LOOK_AGAIN_S,
     MOST_FAILED_LOADS,
@@ -21,7 +21,7 @@ from engine_adapter.vllm.manager import (
     BrokerManager,
 )
 from engine_adapter.vllm.rows import RowsLoadStoreSpec
-from tests.engine_adapter.fake_broker import KEY, ROW, FakeBroker, hits, key
+from tests.engine_adapter.fake_broker import FakeBroker, hits, key
 
 KEYS = [OffloadKey(key(number)) for number in range(1, 5)]
 POSITIONS = [16, 32, 48, 64]
@@ -40,15 +40,7 @@ class Ends:
     def __init__(self) -> None:
         self.broker = FakeBroker()
         self.manager = BrokerManager(events=False, clock=self.broker.clock)
-        client = SchedulerClient(
-            "",
-            engine_id="e",
-            namespace=b"n" * 16,
-            row_bytes=ROW,
-            key_bytes=KEY,
-            clock=self.broker.clock,
-            connect=self.broker.connect,
-        )
+        client = self.broker.new_client()
         client.step()
         self.broker.hear()
         client.step()
