@@ -123,7 +123,6 @@ class VllmEngine:
         number = len(list(folder.glob("engine-*.log")))
         self.log = folder / f"engine-{number}.log"
         self._sockets = tempfile.TemporaryDirectory(prefix="kvquay-")  # a path short enough
-        self._shared: set[str] = set()
         self._ready = False
         self._heard = b""
         with self.log.open("wb") as log:
@@ -221,23 +220,14 @@ class VllmEngine:
         return [p for core in cores for p in core.children() if "spawn_main" in str(p.cmdline())]
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """All its processes, at once."""
-        self._note_shared()
-        family = [psutil.Process(self.process.pid), *self.children()]
-        for process in family:
-            process.send_signal(number)
-
-    def _note_shared(self) -> None:
-        """vLLM names memory that its processes share, and leaves it if they are killed."""
+        """All its processes, at once, but Python's own trackers: they remove from /dev/shm what the
+        dead have left, and then end."""
         for process in [psutil.Process(self.process.pid), *self.children()]:
-            with contextlib.suppress(psutil.Error, OSError):
-                maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-                self._shared |= {m.split()[5] for m in maps if " /dev/shm/" in m}
+            if "resource_tracker" not in str(process.cmdline()):
+                process.send_signal(number)
 
     def end(self) -> None:
         """As a user ends it; what is left after a while is killed."""
-        if self.process.poll() is None:
-            self._note_shared()
         family = self.children() if self.process.poll() is None else []
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -254,8 +244,6 @@ class VllmEngine:
             process.kill()
         psutil.wait_procs(left, ENDED_S)
         self._sockets.cleanup()
-        for path in self._shared:
-            Path(path).unlink(missing_ok=True)
 
     def __enter__(self) -> VllmEngine:
         return self
